@@ -392,6 +392,55 @@ def test_with_per_rank_each_rank_gets_its_own_weights_and_moments_back(
     assert restored == saved
 
 
+@pytest.mark.parametrize("changed", [None, 0, 1, "shared"])
+def test_with_per_rank_the_order_of_the_parameters_is_that_of_each_rank(tmp_path: Path, changed: Any) -> None:
+    def session(ranks: ThreadRanks, *, is_reversed: bool, is_shared_reversed: bool = False) -> Session:
+        model = of_its_own(ranks.rank)
+        shared = torch.nn.Linear(1, 1)
+        for parameter in shared.parameters():
+            torch.nn.init.ones_(parameter)  # a seed would be that of all threads
+        parameters = [*model.parameters()]
+        optimizer = torch.optim.SGD(parameters[::-1] if is_reversed else parameters, 0.1)
+        of_shared = torch.optim.SGD([*shared.parameters()][:: -1 if is_shared_reversed else 1], 0.1)
+        state: dict[str, Any] = {"shared": shared, "of_shared": of_shared}
+        return Session(model, optimizer, state, ranks=connected(ranks))
+
+    def save(ranks: ThreadRanks, hub: Hub) -> str:
+        saving = session(ranks, is_reversed=ranks.rank == 1)
+        return Saver().save(saving, tmp_path / "model.ckpt", 1)
+
+    def restore(ranks: ThreadRanks, hub: Hub) -> str:
+        is_reversed, is_shared_reversed = (ranks.rank == 1) != (ranks.rank == changed), changed == "shared"
+        restoring = session(ranks, is_reversed=is_reversed, is_shared_reversed=is_shared_reversed and ranks.rank == 1)
+        Saver().restore(restoring, tmp_path / "model.ckpt-1")
+        return "restored"
+
+    assert in_threads(2, save) == [str(tmp_path / "model.ckpt-1")] * 2
+    results = in_threads(2, restore)
+    if changed is None:
+        assert results == ["restored"] * 2
+    else:
+        rank, part = (1, "of_shared") if changed == "shared" else (changed, "optimizer")
+        assert f"{part}: has its parameters in another order" in str(results[rank])
+        assert all(isinstance(result, CheckpointError) for result in results)
+
+
+def test_the_first_save_refuses_an_optimizer_whose_parameters_come_in_another_order_on_a_rank(tmp_path: Path) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        model = torch.nn.Linear(1, 1)
+        for parameter in model.parameters():
+            torch.nn.init.ones_(parameter)
+        optimizer = torch.optim.SGD([*model.parameters()][:: -1 if ranks.rank else 1], 0.1)
+        Saver().save(Session(model, optimizer, ranks=connected(ranks)), tmp_path / "model.ckpt", 1)
+
+    for error in in_threads(2, main):
+        assert isinstance(error, CheckpointError)
+        assert str(error).startswith(
+            "the order of the parameters of 'optimizer' is not the same on rank 0 and on rank 1"
+        )
+    assert list_checkpoints(tmp_path) == []
+
+
 @pytest.mark.parametrize(
     ("make", "what"),
     [
@@ -424,7 +473,7 @@ def test_the_first_save_refuses_optimizers_with_other_groups(tmp_path: Path) -> 
         Saver().save(Session(model, optimizer, ranks=connected(ranks)), tmp_path / "model.ckpt", 1)
 
     for error in in_threads(2, main):
-        assert "the number of parameters of 'optimizer' is not the same" in str(error)
+        assert "the order of the parameters of 'optimizer' is not the same" in str(error)
 
 
 def test_later_saves_do_not_compare_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,13 @@ from support.states import Box
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchhooks import CheckpointSaverHook, MonitoredLoop
+from torchhooks import CheckpointSaverHook, MonitoredLoop, StopAtStepHook
+from torchhooks.checkpoints.comparing import compare
 from torchhooks.checkpoints.saver import Saver, load_weights
 from torchhooks.checkpoints.training_state import Gradients
 from torchhooks.common.errors import CheckpointError
 from torchhooks.lifecycle.session import Session
+from torchhooks.testing import log_lines
 
 Lines = list[tuple[str, str]]
 Make = Callable[[list[Any]], torch.optim.Optimizer]
@@ -301,3 +304,135 @@ def test_hyperparameters_that_the_checkpoint_replaces_are_said_but_not_what_a_sc
     found = [text for level, text in lines if "in the script" in text]
     assert len(found) == bool(said)
     assert all(said in text for text in found)
+
+
+# -- the order of an optimizer's parameters, and the number of threads -------------------------------------------------
+
+
+def in_order(*numbers: int, groups: int = 1, renamed: bool = False, wrapped: bool = False) -> Session:
+    """Return a session whose optimizer has the parameters of its model in the order of ``numbers``."""
+    layers = {"last" if renamed else "first": nn.Linear(2, 2), "second": nn.Linear(2, 2)}
+    model = nn.Sequential(OrderedDict(layers))
+    parameters = [[*model.parameters()][number] for number in numbers]
+    size = len(parameters) // groups
+    split = [{"params": parameters[i : i + size]} for i in range(0, len(parameters), size)]
+    optimizer = torch.optim.Adam(split)
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    given: Any = torch.compile(model, backend="eager") if wrapped else model
+    return Session(given, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("saved", "own", "moved"),
+    [
+        ({}, {}, None),
+        ({}, {"numbers": (2, 3, 0, 1)}, "'second.weight' is number 0 of group 0, and was number 2 of group 0"),
+        ({}, {"numbers": (0, 3, 2, 1)}, "'second.bias' is number 1 of group 0, and was number 3 of group 0"),
+        ({"groups": 2}, {"groups": 2, "numbers": (2, 3, 0, 1)}, "'second.weight' is number 0 of group 0, and was num"),
+        ({"groups": 2}, {"groups": 2, "numbers": (0, 2, 1, 3)}, "'second.weight' is number 1 of group 0, and was num"),
+        ({}, {"wrapped": True}, None),
+        ({"wrapped": True}, {}, None),
+        ({"wrapped": True}, {"numbers": (1, 0, 2, 3)}, "'first.bias' is number 0 of group 0, and was number 1"),
+    ],
+)
+def test_parameters_in_another_order_are_refused_before_their_state_goes_to_others(
+    saved: dict[str, Any], own: dict[str, Any], moved: str | None, tmp_path: Path
+) -> None:
+    first, second = ({"numbers": (0, 1, 2, 3), **each} for each in (saved, own))
+    path = save(tmp_path, in_order(*first.pop("numbers"), **first))
+    session = in_order(*second.pop("numbers"), **second)
+    if moved is None:
+        Saver().restore(session, path)
+        return
+    before = everything(session)
+    with pytest.raises(CheckpointError, match="optimizer: has its parameters in another order than in the file") as got:
+        Saver().restore(session, path)
+    assert moved in str(got.value)
+    assert "such as model.parameters(), and no set" in str(got.value)
+    assert same(everything(session), before)
+    Saver(strict=False).restore(session, path)  # all but the optimizer
+
+
+def test_parameters_in_the_order_of_a_model_with_another_name_are_compared_as_before(tmp_path: Path) -> None:
+    path = save(tmp_path, in_order(0, 1, 2, 3))
+    renamed = in_order(0, 1, 2, 3, renamed=True)
+    renamed.model.register_load_state_dict_pre_hook(rename_first)  # type: ignore[union-attr]
+    Saver().restore(renamed, path)
+    moved = in_order(0, 1, 3, 2, renamed=True)
+    moved.model.register_load_state_dict_pre_hook(rename_first)  # type: ignore[union-attr]
+    with pytest.raises(CheckpointError, match=r"'second\.bias' is number 2 of group 0, and was number 3"):
+        Saver().restore(moved, path)
+
+
+def rename_first(module: nn.Module, state: dict[str, Any], *_: object) -> None:
+    for name in [name for name in state if name.startswith("first.")]:
+        state[name.replace("first.", "last.")] = state.pop(name)
+
+
+def test_the_names_of_a_module_in_state_count_too(tmp_path: Path) -> None:
+    def session(*numbers: int) -> Session:
+        second = nn.Linear(1, 1)
+        parameters = [*second.parameters()]
+        optimizer = torch.optim.SGD([parameters[number] for number in numbers], 0.1, momentum=0.9)
+        return Session(nn.Linear(1, 1), state={"second": second, "of_second": optimizer})
+
+    path = save(tmp_path, session(0, 1))
+    Saver().restore(session(0, 1), path)
+    with pytest.raises(CheckpointError, match=r"of_second: has its parameters in another order .*'second\.bias' is"):
+        Saver().restore(session(1, 0), path)
+
+
+def test_a_checkpoint_without_names_is_compared_as_before(tmp_path: Path) -> None:
+    path = save(tmp_path, in_order(0, 1, 2, 3))
+    file = Path(path, "state.pt")
+    entries = torch.load(file, weights_only=True)
+    del entries["parameter_names"], entries["num_threads"]
+    with log_lines() as lines:
+        pairs, misfits = compare(in_order(2, 3, 0, 1).training_state, entries, without_rank=False)
+    assert (sorted(pairs), misfits, lines) == (["model", "optimizer"], {}, [])
+
+
+def test_an_optimizer_that_was_given_a_set_does_not_train_on_with_the_moments_of_others(tmp_path: Path) -> None:
+    def train(numbers: tuple[int, ...], last_step: int) -> None:
+        session = in_order(*numbers)
+        hooks = [CheckpointSaverHook(save_steps=100), StopAtStepHook(last_step=last_step)]
+        with MonitoredLoop(float, session.model, session.optimizer, hooks=hooks, checkpoint_dir=tmp_path) as loop:
+            for _ in loop.until_stop(range(9)):
+                loop.run()
+
+    train((0, 1, 2, 3), 3)
+    with pytest.raises(CheckpointError, match="in another order"):
+        train((2, 3, 0, 1), 6)
+    train((0, 1, 2, 3), 6)
+
+
+@pytest.mark.parametrize("loops", [1, 2])
+def test_another_number_of_threads_is_said_once_a_loop(loops: int, tmp_path: Path) -> None:
+    threads = torch.get_num_threads()
+    path = save(tmp_path, Session(nn.Linear(1, 1)))
+    other = threads + 1
+    torch.set_num_threads(other)
+    try:
+        with log_lines() as lines:
+            for _ in range(loops):
+                session = Session(nn.Linear(1, 1))
+                Saver().restore(session, path)
+                Saver().restore(session, path)  # as in a recovery
+    finally:
+        torch.set_num_threads(threads)
+    assert (
+        lines
+        == [
+            (
+                "INFO",
+                f"{path} was saved with {threads} threads, and torch has {other} now: on the CPU, sums may differ in "
+                "their last bits from a training run without interruption. If that matters, call "
+                f"torch.set_num_threads({threads}) first",
+            )
+        ]
+        * loops
+    )
+    with log_lines() as lines:
+        Saver().restore(Session(nn.Linear(1, 1)), path)
+    assert lines == []

@@ -812,7 +812,8 @@ class Counting(SessionRunHook):
 def saved_names(directory: Path) -> set[str]:
     newest = latest_checkpoint(directory)
     assert newest is not None
-    return set(torch.load(f"{newest}/state.pt", weights_only=True)) - {"global_step", "runs", "position", "random"}
+    always = {"global_step", "runs", "num_threads", "position", "random"}
+    return set(torch.load(f"{newest}/state.pt", weights_only=True)) - always
 
 
 @pytest.mark.parametrize(

@@ -308,8 +308,8 @@ def test_resume_is_ended_by_sigterm_and_started_again(printed_by_resume: str) ->
 @pytest.mark.release
 def test_resume_ends_with_the_same_bits_as_an_uninterrupted_run(printed_by_resume: str) -> None:
     assert (
-        "Bit-identical: classes, global_step, model, optimizer, position, random, runs, scheduler.\n"
-        in printed_by_resume
+        "Bit-identical: classes, global_step, model, num_threads, optimizer, parameter_names, position, random, runs, "
+        "scheduler.\n" in printed_by_resume
     )
 
 

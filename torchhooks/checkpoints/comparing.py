@@ -47,6 +47,7 @@ def compare(training: TrainingState, saved: Entries, *, without_rank: bool) -> t
         entries = [f'"{name}": {name if name.isidentifier() else "..."}' for name in unnamed]
         names[-1] += f". Give the loop state={{{shortened(entries)}}}"
     misfits: Misfits = {"": names} if names else {}
+    parameters, saved_parameters = parameter_names(parts), saved.get("parameter_names", {})
     pairs: Pairs = {}
     for name, part in parts.items():
         if name not in saved:
@@ -56,9 +57,11 @@ def compare(training: TrainingState, saved: Entries, *, without_rank: bool) -> t
             state = renamed(part, state)
             if differences := compare_module(name, part, state):
                 misfits[name] = differences
-        elif isinstance(part, OF_ONE_CLASS) and (difference := _compare_class(name, part, saved)):
-            misfits[name] = [difference]
-            continue
+        elif isinstance(part, OF_ONE_CLASS):
+            order = parameters.get(name, []), saved_parameters.get(name, [])
+            if difference := _compare_class(name, part, saved) or _compare_order(*order):
+                misfits[name] = [difference]
+                continue
         pairs[name] = part, state
     return pairs, misfits
 
@@ -193,6 +196,52 @@ def _compare_class(name: str, part: Stateful, saved: Entries) -> str | None:
     if other not in (None, own):
         return f"is of the class {own}, in the file it is of the class {other}"
     return _compare_groups(part, saved[name]) if isinstance(part, torch.optim.Optimizer) else None
+
+
+ParameterNames = list[list[str | None]]
+"""By group of an optimizer, the names of its parameters; ``None`` for one that is in no saved module."""
+
+
+def parameter_names(parts: Parts) -> dict[str, ParameterNames]:
+    """Return the names of the parameters of each optimizer in ``parts``, by the name of its entry.
+
+    A name is that in the bare model, or in a module of the loop's ``state`` after the name of that module.
+    """
+    names: dict[int, str] = {}
+    for part_name, part in parts.items():
+        if isinstance(part, torch.nn.Module):
+            prefix = "" if part_name == "model" else f"{part_name}."
+            for name, parameter in part.named_parameters():
+                names.setdefault(id(parameter), f"{prefix}{canonical(name)}")
+    return {
+        part_name: [[names.get(id(each)) for each in group["params"]] for group in part.param_groups]
+        for part_name, part in parts.items()
+        if isinstance(part, torch.optim.Optimizer)
+    }
+
+
+def _compare_order(own: ParameterNames, saved: ParameterNames) -> str | None:
+    """Return how the order of an optimizer's parameters differs from the file, where its state is by their number.
+
+    A parameter that has another name there, as in a model that was changed since, is not compared.
+    """
+    places, saved_places = _places(own), _places(saved)
+    moved = [name for name, place in places.items() if saved_places.get(name, place) != place]
+    if not moved:
+        return None
+    (group, number), (saved_group, saved_number) = places[moved[0]], saved_places[moved[0]]
+    return (
+        f"has its parameters in another order than in the file, so they would get the state of others: {moved[0]!r} is "
+        f"number {number} of group {group}, and was number {saved_number} of group {saved_group}. Give the optimizer "
+        "the same list in every process, such as model.parameters(), and no set"
+    )
+
+
+def _places(names: ParameterNames) -> dict[str, tuple[int, int]]:
+    """Return the group and the number in it of each name."""
+    return {
+        name: (group, number) for group, own in enumerate(names) for number, name in enumerate(own) if name is not None
+    }
 
 
 def _compare_groups(optimizer: torch.optim.Optimizer, state: Entries) -> str | None:

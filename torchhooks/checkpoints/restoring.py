@@ -93,6 +93,7 @@ def restore(
     run_on_all(ranks, "load the checkpoint", load_here)
     if checkpoint.is_whole:
         _warn_of_buckets(training)
+    _tell_of_threads(training, checkpoint)
     if changed:
         logger.info("%s. To use the script's, set it after the loop is created", "; ".join(changed))
     if training.metadata and "metadata" in checkpoint.entries:
@@ -140,6 +141,7 @@ def _select_for_rank(training: TrainingState, path: str, saved: Entries) -> Rank
     """
     rank, others = training.ranks.rank, saved.get("ranks", [])
     own = {name for name in saved if name in ENTRIES_OF_EACH_RANK or name.startswith(HOOKS)}.union(*others)
+    own.discard("parameter_names")  # the chief's contains those of shared optimizers
     is_whole = len(others) + 1 == training.ranks.size
     for name, part in parts_of_rank(training.parts()).items():
         is_shared = is_whole and isinstance(part, (torch.nn.Module, torch.optim.Optimizer))
@@ -150,6 +152,8 @@ def _select_for_rank(training: TrainingState, path: str, saved: Entries) -> Rank
         position = outer_position([each.get("position") for each in (saved, *others)])
         return RankEntries(path, shared if position is None else {**shared, "position": position}, False)
     mine = dict(others[rank - 1]) if rank else {name: saved[name] for name in own if name in saved}
+    if "parameter_names" in mine:
+        mine["parameter_names"] = {**shared.get("parameter_names", {}), **mine["parameter_names"]}
     for name, values in mine.pop("rank_tensors", {}).items():
         if name in shared:
             state = shared[name] = copy.copy(shared[name])  # with the versions of the modules, an attribute
@@ -280,6 +284,19 @@ def _warn_of_buckets(training: TrainingState) -> None:
                 *(name, ranks.size),
             )
             return
+
+
+def _tell_of_threads(training: TrainingState, checkpoint: RankEntries) -> None:
+    """Log, once, if sums on the CPU are divided over another number of threads than before."""
+    threads, saved = torch.get_num_threads(), checkpoint.entries.get("num_threads")
+    if saved in (None, threads) or not writes_for_all(training.ranks) or "threads" in training.warned:
+        return
+    training.warned.add("threads")
+    logger.info(
+        "%s was saved with %d threads, and torch has %d now: on the CPU, sums may differ in their last bits from a "
+        "training run without interruption. If that matters, call torch.set_num_threads(%d) first",
+        *(checkpoint.path, saved, threads, saved),
+    )
 
 
 # -- the second load ---------------------------------------------------------------------------------------------------

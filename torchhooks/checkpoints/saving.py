@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
-from torchhooks.checkpoints.comparing import OF_ONE_CLASS, class_name
+from torchhooks.checkpoints.comparing import OF_ONE_CLASS, class_name, parameter_names
 from torchhooks.checkpoints.folder import Files, Folder, as_json, file_of_rank, file_sums
 from torchhooks.checkpoints.sharded import ShardWriter, shards_of, split
 from torchhooks.checkpoints.steps import gather_from_all, run_on_all, writes_for_all
@@ -146,6 +146,10 @@ def _entries(
         classes = {name: class_name(part) for name, part in parts.items() if isinstance(part, OF_ONE_CLASS)}
         entries |= {"classes": classes} if classes else {}
         entries["global_step"], entries["runs"] = training.global_step, training.total_runs
+        entries["num_threads"] = torch.get_num_threads()
+    # Also of an optimizer that belongs to another rank alone.
+    if names := {name: each for name, each in parameter_names(parts).items() if name in entries}:
+        entries["parameter_names"] = names
     entries["random"] = random_states()
     return entries
 
@@ -202,10 +206,10 @@ def _check_replicas(ranks: Ranks, parts: Parts, tensors: Mapping[str, Mapping[st
         for part, own in tensors.items():
             sums = _digests({name: each for name, each in own.items() if name not in _buffer_names(parts[part])})
             described[part] = {name: f"{tuple(own[name].shape)} {each}" for name, each in sums.items()}
-        of_rank = parts_of_rank(parts)
+        of_rank, names = parts_of_rank(parts), parameter_names(parts)
         for part, each in parts.items():
             if isinstance(each, torch.optim.Optimizer) and part not in of_rank:
-                described[part] = {"": str([len(group["params"]) for group in each.param_groups])}
+                described[part] = {"": str(names[part])}
         return described
 
     chiefs, *rows = gather_from_all(ranks, "compare the parameters", describe)
@@ -214,7 +218,7 @@ def _check_replicas(ranks: Ranks, parts: Parts, tensors: Mapping[str, Mapping[st
             own, theirs = chiefs.get(part, {}), row.get(part, {})
             for name in {**own, **theirs}:
                 if own.get(name) != theirs.get(name):
-                    what = f"the parameter {name!r}" if name else "the number of parameters"
+                    what = f"the parameter {name!r}" if name else "the order of the parameters"
                     raise CheckpointError(
                         f"{what} of {part!r} is not the same on rank 0 and on rank {rank}, and a checkpoint has one "
                         "for all: look for a missing DistributedDataParallel, or for another seed. If each rank has "

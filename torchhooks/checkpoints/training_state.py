@@ -7,6 +7,8 @@ A checkpoint is a dict with these entries:
 * each hook that has a state as ``"hooks.<name>"``;
 * ``"global_step"``, and ``"runs"``: how many runs were made, which may be more;
 * ``"classes"``: the names of the classes of optimizers and schedulers, by the name of their entry;
+* ``"parameter_names"``: the names of the parameters in each group of an optimizer, by the name of its entry;
+* ``"num_threads"``: ``torch.get_num_threads()``, on which the last bits of a sum depend;
 * ``"metadata"``: the loop's ``metadata``, if there is any;
 * ``"random"``: the random states of Python, NumPy and torch;
 * ``"position"``: how far the loop's ``until_stop`` iterations are in their data (:mod:`torchhooks.data.position`);
@@ -68,7 +70,7 @@ Parts = Mapping[str, Stateful]
 HOOKS = "hooks."
 OPTIONAL = "hooks.results of "  # restored where both have it: a hook that only reports can be added and left out
 OWN_ENTRIES = (
-    *("classes", "global_step", "gradients", "metadata", "position", "random"),
+    *("classes", "global_step", "gradients", "metadata", "num_threads", "parameter_names", "position", "random"),
     *("rank_tensors", "ranks", "running_values", "runs", "sharded", "sharded_gradients"),
 )
 """The entries that are not the state of an object.
