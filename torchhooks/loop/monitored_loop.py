@@ -18,7 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager
-from functools import cache
+from functools import cache, partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, Self
 
@@ -33,14 +33,14 @@ from torchhooks.common.stateful import Stateful
 from torchhooks.common.text import shortened, shown
 from torchhooks.fetches.names import takes_one_argument
 from torchhooks.lifecycle.hook import SessionRunHook, overrides
-from torchhooks.lifecycle.loop_state import IDLE, NO_OUTPUTS, RUNNING, LeftBySignalError, Phase
+from torchhooks.lifecycle.loop_state import IDLE, NO_OUTPUTS, RUNNING, LeftBySignalError, LoopState, Phase
 from torchhooks.lifecycle.run_record import RunRecord
 from torchhooks.lifecycle.session import Scaffold, Session
 from torchhooks.lifecycle.signals import print_no_traceback_of
 from torchhooks.loop.arguments import LoopArguments, warn_of_another_folder, warn_of_missing_parts
 from torchhooks.loop.body import Body
+from torchhooks.loop.open_loops import note_open_loop
 from torchhooks.loop.runner import Runner
-from torchhooks.loop.schedule import claim_hooks
 from torchhooks.loop.until_stop import DataLoops
 from torchhooks.ranks.ranks import Ranks
 
@@ -467,7 +467,7 @@ class MonitoredLoop(Generic[R]):
     def _start(self, arguments: LoopArguments) -> None:
         """Handle signals, reach the other ranks, call every hook's ``begin``, and create the session."""
         runner, schedule = self._runner, self._schedule
-        claim_hooks(arguments.hooks, self._state)
+        note_open_loop(self, arguments, self._state)
         self._state.signals.install()
         if runner.rank_sync is not None:
             weakref.finalize(self, runner.rank_sync.peers.abandon).atexit = False
@@ -495,7 +495,9 @@ class MonitoredLoop(Generic[R]):
             self._runner.sessions.call(slot, "begin", slot.hook.begin)
         if not self._state.steps_per_run:
             assert arguments.optimizer is not None
-            self._step_counter = register_step_post_hook(arguments.optimizer, self._count_optimizer_step)
+            # Not a method: the optimizer would keep a loop that nothing else refers to.
+            counting = partial(_count_optimizer_step, self._state)
+            self._step_counter = register_step_post_hook(arguments.optimizer, counting)
         try:
             self._runner.sessions.create()
         except BaseException as error:
@@ -513,9 +515,6 @@ class MonitoredLoop(Generic[R]):
             )
             self._record.start()
         self._state.set_pending()  # the end of the first run looks up what hooks will ask for
-
-    def _count_optimizer_step(self, *_: object) -> None:
-        self._state.global_step += 1
 
     # -- end ----------------------------------------------------------------------------------------------------------
 
@@ -599,6 +598,10 @@ class MonitoredLoop(Generic[R]):
             sessions.gradients.close()
         if runner.rank_sync is not None:
             attempt(runner.rank_sync.leave, list(attempt.errors))
+
+
+def _count_optimizer_step(state: LoopState, *_: object) -> None:
+    state.global_step += 1
 
 
 def _warn_of_stop_iteration(error: BaseException) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import sys
 import time
-import weakref
 from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from operator import attrgetter
 from typing import Any
@@ -18,7 +16,7 @@ from torchhooks.fetches.evaluation import Caller, FetchableSession
 from torchhooks.fetches.names import Fetch, Step
 from torchhooks.fetches.running import RunningValues
 from torchhooks.lifecycle.hook import PeriodicHook, SessionRunHook, StandardHook, overrides
-from torchhooks.lifecycle.loop_state import LoopState, Phase
+from torchhooks.lifecycle.loop_state import LoopState
 from torchhooks.lifecycle.signals import HookSignals
 from torchhooks.ranks.ranks import Ranks
 
@@ -121,27 +119,6 @@ class CollectiveSlot(HookSlot):
         """Ask the hook when it is next due, and keep the moment apart, where no run looks at it."""
         super().ask(runs)
         self.chief_moment, self.due_moment = self.due_moment, math.inf
-
-
-_OPEN: weakref.WeakValueDictionary[int, LoopState] = weakref.WeakValueDictionary()
-"""By the ``id`` of a hook, the state of the loop that was given it last."""
-
-
-def claim_hooks(hooks: Iterable[SessionRunHook], state: LoopState) -> None:
-    """Raise a ValueError if another open loop has one of ``hooks``, whose state belongs to one loop."""
-    for hook in hooks:
-        if _is_in_open_loop(hook):
-            gc.collect()  # the other loop may have been dropped without being closed
-        if _is_in_open_loop(hook):
-            raise ValueError(
-                f"{hook!r} is in another loop, which is still open: close that loop, or make another hook for this one"
-            )
-        _OPEN[id(hook)] = state
-
-
-def _is_in_open_loop(hook: SessionRunHook) -> bool:
-    other = _OPEN.get(id(hook))
-    return other is not None and other.phase is not Phase.CLOSED and other.failure is None
 
 
 class HookQueue:
