@@ -85,7 +85,18 @@ def test_the_scheduler_of_a_second_optimizer_counts(tmp_path: Path, lines: Lines
     second = make_optimizer()
     lr_scheduler.StepLR(second, 1)
     train(tmp_path, make_optimizer(), state={"second": second})
-    assert forgotten(lines) == [FORGOTTEN]
+    assert forgotten(lines) == [FORGOTTEN.replace("the optimizer", "state['second']")]
+
+
+def test_the_saved_scheduler_of_one_optimizer_is_not_that_of_another(tmp_path: Path, lines: Lines) -> None:
+    first, second = make_optimizer(), make_optimizer()
+    schedulers = [lr_scheduler.StepLR(each, 1) for each in (first, second)]
+    train(tmp_path / "a", first, state={"second": second, "scheduler": schedulers[0]})
+    (line,) = forgotten(lines)
+    assert line.startswith("state['second'] has a learning-rate scheduler")
+    assert line.endswith('Give the loop state={"scheduler2": scheduler}')
+    train(tmp_path / "b", first, state={"second": second, "scheduler": schedulers[0], "another": schedulers[1]})
+    assert forgotten(lines) == [line]
 
 
 class Wrapper:

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from torchhooks.checkpoints.comparing import OF_ONE_CLASS, class_name, parameter_names
 from torchhooks.checkpoints.folder import Files, Folder, as_json, file_of_rank, file_sums
@@ -130,6 +131,8 @@ def _entries(
         entries[name] = plain(state, (name,))
     if is_chief:
         _warn_of_schedulers(training, parts, entries)
+        for line in () if training.unsaved is None else training.unsaved.lacking(parts):
+            logger.warning(line)
         if training.metadata:
             entries["metadata"] = plain(training.metadata, ("metadata",))
     if gradients:
@@ -265,19 +268,29 @@ def _warn_of_unreduced(training: TrainingState) -> None:
 
 
 def _warn_of_schedulers(training: TrainingState, parts: Parts, entries: Entries) -> None:
-    """Log a warning, once, if an optimizer has a scheduler, and nothing in ``entries`` is the state of one."""
-    optimizers = [part for part in parts.values() if hasattr(part, "param_groups")]
-    if "scheduler" in training.warned or not any(map(_has_scheduler, optimizers)):
+    """Log a warning, once, if an optimizer has a scheduler, and nothing in ``entries`` is the state of that."""
+    optimizers = {name: part for name, part in parts.items() if hasattr(part, "param_groups")}
+    scheduled = [name for name, part in optimizers.items() if _has_scheduler(part)]
+    if "scheduler" in training.warned or not scheduled:
         return
     others = {name: part for name, part in parts.items() if name != "model" and not hasattr(part, "param_groups")}
     others = {name: part for name, part in others.items() if not isinstance(part, Variables)}  # with names of the user
-    # A scheduler of another library, such as timm's, may have no last_epoch, but it has its optimizer.
+    schedulers = {name: part for name, part in others.items() if isinstance(part, LRScheduler)}
+    # A scheduler of another library, such as timm's, may have no last_epoch, but it has its optimizer. Like a trainer
+    # of the script, it may contain the state of several.
+    others = {name: part for name, part in others.items() if name not in schedulers}
     if any(hasattr(part, "optimizer") or _has_key(entries[name], "last_epoch") for name, part in others.items()):
+        return
+    saved = [bare_optimizer(part.optimizer) for part in schedulers.values()]
+    missing = [name for name in scheduled if not any(bare_optimizer(optimizers[name]) is each for each in saved)]
+    if not missing:
         return
     training.warned.add("scheduler")
     logger.warning(
-        "the optimizer has a learning-rate scheduler, whose state is not in the checkpoints: a resumed training run "
-        'would start the schedule over. Give the loop state={"scheduler": scheduler}'
+        "%s has a learning-rate scheduler, whose state is not in the checkpoints: a resumed training run would start "
+        'the schedule over. Give the loop state={"%s": scheduler}',
+        " and ".join("the optimizer" if name == "optimizer" else f"state[{name!r}]" for name in missing),
+        "scheduler" if "scheduler" not in parts else "scheduler2",
     )
 
 

@@ -51,6 +51,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from torchhooks.checkpoints.sharded import sharded_parts, unreduced_gradients
+from torchhooks.checkpoints.unsaved import UnsavedParts
 from torchhooks.common.digests import has_plain_elements
 from torchhooks.common.errors import CheckpointError
 from torchhooks.common.stateful import PlainCopy, Stateful, has_state, type_of
@@ -115,6 +116,7 @@ class TrainingState:
         running_values: what running fetches have accumulated.
         position: how far the loop is in its data; ``None`` without a loop.
         warned: what a warning was logged about that is logged once a loop.
+        unsaved: what changes and is in no checkpoint; ``None`` if nobody looks.
     """
 
     model: torch.nn.Module | None
@@ -128,6 +130,7 @@ class TrainingState:
     running_values: RunningValues
     position: DataPosition | None
     warned: set[str]
+    unsaved: UnsavedParts | None = None
 
     @property
     def total_runs(self) -> int:

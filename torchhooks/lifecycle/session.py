@@ -14,6 +14,7 @@ import torch
 
 from torchhooks.checkpoints.saver import AnySaver, Refusal, RestoresCheckpoints, Saver, SavesCheckpoints
 from torchhooks.checkpoints.training_state import Gradients, StatefulHook, TrainingState
+from torchhooks.checkpoints.unsaved import UnsavedParts
 from torchhooks.common.errors import Attempts, FetchError, LifecycleError, NoRunYetError
 from torchhooks.common.log import logger
 from torchhooks.common.stateful import Stateful
@@ -68,6 +69,8 @@ class LoopServices:
     """Returns whether a signal asked the loop to stop."""
     warned: set[str] = field(default_factory=set)
     """What a warning was logged about that is logged once per loop."""
+    unsaved: UnsavedParts | None = None
+    """What changes and is in no checkpoint; ``None`` if the loop saves none."""
 
 
 class Session:
@@ -190,6 +193,7 @@ class Session:
             running_values=self.accumulated,
             position=self.position,
             warned=self.warned,
+            unsaved=self._services.unsaved,
         )
 
     @property

@@ -13,12 +13,13 @@ import torch
 
 from torchhooks.checkpoints.folder import split_checkpoint
 from torchhooks.checkpoints.training_state import StatefulHook, plain_metadata
+from torchhooks.checkpoints.unsaved import Contents
 from torchhooks.common.checks import exception_types, folder, seconds, whole_number
 from torchhooks.common.files import CHECK_PLAN, place
 from torchhooks.common.log import logger
 from torchhooks.common.stateful import Stateful, has_state
 from torchhooks.common.text import shortened, shown
-from torchhooks.fetches.names import Step
+from torchhooks.fetches.names import Step, parameters_of
 from torchhooks.lifecycle.hook import SessionRunHook, StandardHook, overrides
 from torchhooks.lifecycle.session import Scaffold
 from torchhooks.lifecycle.signals import checked_signals
@@ -297,6 +298,30 @@ def warn_of_missing_parts(arguments: LoopArguments) -> None:
             "step trains, MonitoredLoop(step, model, optimizer), or put it into state={...}",
             " and no ".join(missing),
         )
+
+
+def warn_of_other_parameters(arguments: LoopArguments) -> None:
+    """Log a warning for each optimizer in the checkpoints that trains parameters which these will not contain."""
+    optimizers: dict[str, Any] = {"the optimizer": arguments.optimizer}
+    optimizers |= {f"state[{name!r}]": part for name, part in arguments.state.items() if hasattr(part, "param_groups")}
+    modules = [part for part in (arguments.model, *arguments.state.values()) if isinstance(part, torch.nn.Module)]
+    contents = Contents([arguments.model, *arguments.state.values(), *arguments.hook_states.values()])
+    for name, optimizer in optimizers.items():
+        trained = [each for each in parameters_of(optimizer) if each.requires_grad]
+        lost = sum(map(contents.lack, trained))
+        if lost == len(trained) > 0 and modules:  # without a module, another line says that the model is missing
+            logger.warning(
+                "%s trains no parameter of the model or of a module in state, so checkpoints will not contain what it "
+                "trains. Pass the model that the step trains, and make the optimizer after the model is replaced by "
+                "another, such as a copy",
+                name,
+            )
+        elif 0 < lost < len(trained):
+            logger.warning(
+                "%s trains %d parameters, and checkpoints will not contain %d of them: put the module of these into "
+                "the model, or into state={...}",
+                *(name, len(trained), lost),
+            )
 
 
 def warn_of_another_folder(arguments: LoopArguments) -> None:

@@ -37,7 +37,12 @@ from torchhooks.lifecycle.loop_state import IDLE, NO_OUTPUTS, RUNNING, LeftBySig
 from torchhooks.lifecycle.run_record import RunRecord
 from torchhooks.lifecycle.session import Scaffold, Session
 from torchhooks.lifecycle.signals import print_no_traceback_of
-from torchhooks.loop.arguments import LoopArguments, warn_of_another_folder, warn_of_missing_parts
+from torchhooks.loop.arguments import (
+    LoopArguments,
+    warn_of_another_folder,
+    warn_of_missing_parts,
+    warn_of_other_parameters,
+)
 from torchhooks.loop.body import Body
 from torchhooks.loop.open_loops import note_open_loop
 from torchhooks.loop.runner import Runner
@@ -507,6 +512,7 @@ class MonitoredLoop(Generic[R]):
             runner.recovery.run_went_well()
         if (arguments.checkpoint_dir is not None or arguments.has_saver) and arguments.ranks.is_chief:
             warn_of_missing_parts(arguments)
+            warn_of_other_parameters(arguments)
             warn_of_another_folder(arguments)
         if arguments.saved_to is not None and arguments.ranks.is_chief:
             size = arguments.ranks.size
@@ -596,6 +602,8 @@ class MonitoredLoop(Generic[R]):
             self._step_counter.remove()
         if sessions.gradients is not None:
             sessions.gradients.close()
+        if sessions.services.unsaved is not None:
+            sessions.services.unsaved.close()
         if runner.rank_sync is not None:
             attempt(runner.rank_sync.leave, list(attempt.errors))
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from torchhooks.checkpoints.folder import Checkpoint, FolderCache, list_again
 from torchhooks.checkpoints.saver import SavesCheckpoints, latest_checkpoint, list_checkpoints
 from torchhooks.checkpoints.training_state import Gradients
+from torchhooks.checkpoints.unsaved import UnsavedParts
 from torchhooks.common.errors import DamagedCheckpointError
 from torchhooks.common.log import logger
 from torchhooks.common.text import shortened
@@ -20,6 +21,7 @@ from torchhooks.lifecycle.loop_state import LoopState, StoppedBy
 from torchhooks.lifecycle.recovery import Recovery
 from torchhooks.lifecycle.session import LoopServices, Session
 from torchhooks.loop.arguments import LoopArguments
+from torchhooks.loop.open_loops import is_of_a_loop
 from torchhooks.loop.rank_sync import RankSync
 from torchhooks.loop.schedule import HookSlot, Schedule, note_hook
 
@@ -75,6 +77,7 @@ class Sessions:
             inputs=arguments.step.parameters,
             drain=readback.drain,
             interrupted=self._is_interrupted,
+            unsaved=_watched_parts(arguments, state),
         )
         """What all sessions of the loop share."""
 
@@ -249,6 +252,12 @@ class Sessions:
             if self._rank_sync.peers.is_stop_decided:
                 return True
         return self._state.signal is not None
+
+
+def _watched_parts(arguments: LoopArguments, state: LoopState) -> UnsavedParts | None:
+    if not arguments.has_saver or not arguments.ranks.is_chief:
+        return None
+    return UnsavedParts(state, is_of_a_loop)
 
 
 def _watched_gradients(arguments: LoopArguments) -> Gradients | None:
