@@ -329,6 +329,16 @@ def test_bad_batches_are_skipped_on_all_ranks_or_end_all_of_them(first: int) -> 
             assert results == results[:1] * plan.size, plan
 
 
+def test_a_stop_that_is_agreed_for_a_run_that_failed_on_all_ranks_takes_effect_before_the_next() -> None:
+    plan = BadBatches.drawn(117)  # rank 1 asks after run 2, run 3 fails on both, and run 4 on rank 0 alone
+    assert (plan.size, plan.stop, plan.single) == (2, (2, 1), (3, 0))
+    for _ in range(40):  # the agreement may come one run later
+        results = in_threads(plan.size, plan.train, tick_secs=0.005)
+        if results == [([0, 1, 2], [0, 2], 3)] * 2:
+            return
+    pytest.fail("run 4 was made each time")
+
+
 @pytest.mark.ranks
 def test_a_hook_that_is_due_by_the_clock_is_called_on_all_ranks_however_slow_one_of_them_is(
     fast_switches: None,

@@ -193,6 +193,8 @@ class RankSync:
                 failure = PeerError(message, self._ranks.rank, run, brief(error))
             failure.__cause__ = error
             state.fail(failure, error)
+        elif not self.peers.has_stopped and not isinstance(error, PeerError):
+            self.end_run()  # it failed on all ranks, which may have agreed that it is the last one
 
     def _tell_failure(
         self, error: BaseException, run: int, *, in_run: bool, counted: int | None = None
