@@ -539,7 +539,7 @@ def test_repeat_of_nothing_ends_with_a_warning(lines: list[tuple[str, str]]) -> 
     assert [text for level, text in lines if level == "WARNING" and "repeat=True" in text]
 
 
-# A limit of the whole training run: num_steps would count those of each process anew.
+# A limit of the whole training run: num_steps would count those of each process.
 LIMIT_AND_REPEAT = (
     r"limit=3, repeat=True: give one of them; to end at step 3, also after a restart, use StopAtStepHook\(last_step=3\)"
 )

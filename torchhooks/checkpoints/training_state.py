@@ -116,7 +116,7 @@ class TrainingState:
         running_values: what running fetches have accumulated.
         position: how far the loop is in its data; ``None`` without a loop.
         warned: what a warning was logged about that is logged once a loop.
-        unsaved: what changes and is in no checkpoint; ``None`` if nobody looks.
+        unsaved: what changes and is in no checkpoint; ``None`` if the loop saves no checkpoints.
     """
 
     model: torch.nn.Module | None

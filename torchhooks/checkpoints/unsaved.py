@@ -12,7 +12,7 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.amp.grad_scaler import GradScaler
@@ -21,16 +21,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.hooks import RemovableHandle
 
+from torchhooks.data.position import RunCounter
 from torchhooks.data.variables import Variables
 from torchhooks.fetches.names import parameters_of
 
-_MOST_OBJECTS = 100_000
-
-
-class RunCounter(Protocol):
-    """What counts the runs of a loop."""
-
-    runs: int
+_MOST_OBJECTS = 100_000  # which takes up to 0.1 s: state may have a replay buffer of millions
 
 
 class _Changing:
@@ -41,7 +36,7 @@ class _Changing:
         self.is_lasting = False
         """Whether it changed in two different runs."""
         self.is_settled = False
-        """Whether it is saved by somebody, or a warning was logged."""
+        """Whether it is saved elsewhere, or a warning was logged."""
         self.handle: RemovableHandle | None = None
 
 
@@ -172,7 +167,7 @@ class Contents:
             self._to_do += part.values()
         elif isinstance(part, (list, tuple, set)):
             self._to_do += part
-        elif isinstance(part, Variables) or not (isinstance(part, _LEAVES) or is_of_torchhooks(part)):
+        elif isinstance(part, Variables) or not (isinstance(part, _LEAVES) or _is_of_torchhooks(part)):
             self._to_do += _attributes(part).values()
 
 
@@ -185,7 +180,7 @@ def _attributes(part: object) -> dict[str, object]:
     return attributes
 
 
-def is_of_torchhooks(part: object) -> bool:
+def _is_of_torchhooks(part: object) -> bool:
     """Return whether the class of ``part`` is one of this package."""
     return type(part).__module__.startswith("torchhooks.")
 
@@ -225,7 +220,7 @@ def _observe(parts: UnsavedParts) -> None:
         return result
 
     def put_back() -> None:
-        if GradScaler.step is step:  # not if somebody else has wrapped it since
+        if GradScaler.step is step:  # not if another library has wrapped it since
             GradScaler.step = original  # type: ignore[method-assign]
 
     GradScaler.step = step  # type: ignore[method-assign]

@@ -41,7 +41,7 @@ DATA_ENDED = "data ended"
 
 
 class RunCounter(Protocol):
-    """What a :class:`DataPosition` needs of the loop's state."""
+    """What counts the runs of a loop: its state."""
 
     runs: int
 

@@ -140,7 +140,7 @@ _NO_VALUES: Mapping[HookSlot, SessionRunValues] = {}
 _new_tuple: Any = tuple.__new__  # builds a named tuple twice as fast as calling the class
 
 
-_RUNS_WITHOUT_STEP = 1000  # more than anybody accumulates gradients over
+_RUNS_WITHOUT_STEP = 1000  # more than the gradients of one step accumulate over
 
 
 class Runner:
