@@ -595,13 +595,33 @@ def test_the_buffers_of_a_rank_are_found_in_any_module(tmp_path: Path, make: Cal
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
-def test_a_nested_buffer_is_that_of_the_chief(tmp_path: Path) -> None:
+def test_a_sparse_buffer_is_that_of_the_chief(tmp_path: Path) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> list[float]:
+        def session(value: float) -> Session:
+            module = torch.nn.Identity()
+            module.register_buffer("sparse", (torch.eye(2) * value).to_sparse())
+            return Session(module, ranks=connected(ranks))
+
+        path = Saver().save(session(1.0 + ranks.rank), tmp_path / "model.ckpt", 3)
+        restored = session(0.0)
+        Saver().restore(restored, path)
+        assert restored.model is not None
+        values: list[float] = restored.model.get_buffer("sparse").to_dense().diag().tolist()
+        return values
+
+    assert in_threads(2, main) == [[1.0, 1.0], [1.0, 1.0]]
+
+
+@pytest.mark.filterwarnings("ignore")  # torch says that nested tensors are a prototype
+def test_a_nested_buffer_is_refused_on_all_ranks(tmp_path: Path) -> None:
     def main(ranks: ThreadRanks, hub: Hub) -> None:
         module = torch.nn.Identity()
         module.register_buffer("nested", torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]))
-        Saver().save(Session(module, ranks=connected(ranks)), tmp_path / "model.ckpt", 3)
+        with pytest.raises(CheckpointError, match=r"model\['nested'\] is a nested tensor"):
+            Saver().save(Session(module, ranks=connected(ranks)), tmp_path / "model.ckpt", 3)
 
     assert in_threads(2, main) == [None, None]
+    assert list_checkpoints(tmp_path) == []
 
 
 class AsksWhenTheOtherIsFurther(SessionRunHook):

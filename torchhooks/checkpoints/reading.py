@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 
 import torch
@@ -289,12 +290,13 @@ def _move_to_memory(tree: Tree, copies: dict[int, torch.UntypedStorage]) -> None
         tree = tree.values()
     elif isinstance(tree, torch.Tensor):
         if tree.layout is not torch.strided or tree.is_quantized:
-            tree.data = tree.detach().clone()
+            # Some quantized tensors have no clone().
+            tree.data = copy.deepcopy(tree.detach()) if tree.is_quantized else tree.detach().clone()
             return
         storage = tree.untyped_storage()
         if storage.data_ptr() not in copies:
-            copy = storage.clone()
-            copies[storage.data_ptr()] = copies[copy.data_ptr()] = copy  # the second for a tensor that comes again
+            new = storage.clone()
+            copies[storage.data_ptr()] = copies[new.data_ptr()] = new  # the second for a tensor that comes again
         moved = torch.empty(0, dtype=tree.dtype, device="cpu")
         tree.data = moved.set_(copies[storage.data_ptr()], tree.storage_offset(), tree.size(), tree.stride())
         return

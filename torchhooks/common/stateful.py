@@ -67,6 +67,9 @@ _LEAVES = frozenset(
 )
 _CONTAINERS = frozenset({dict, OrderedDict, Counter, list, tuple, set, bytearray})
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+_LAYOUTS = frozenset(
+    {torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
+)
 _MOST_BITS = 2000  # torch reads integers of at most 255 bytes
 
 
@@ -79,10 +82,13 @@ class PlainCopy:
         """What to return instead of an object of another type, if a problem is one."""
         self._copy = copy
         self._inside: set[int] = set()
+        # By the place of a storage, the first tensor on it, which keeps the place, and the path of that tensor.
+        self._views: dict[tuple[torch.device, int], tuple[torch.Tensor, tuple[object, ...]]] = {}
 
     def __call__(self, value: object, keys: tuple[object, ...]) -> Tree:
-        if isinstance(value, torch.Tensor) and type(value) in _TENSORS and not value.is_meta:
-            return self._copy(value)  # first: a state may have thousands of small tensors
+        if isinstance(value, torch.Tensor) and type(value) in _TENSORS and _has_values(value):
+            # First, because a state may have thousands of small tensors.
+            return self._copy(value) if self._has_one_dtype(value, keys) else None
         if isinstance(value, np.generic):
             value = value.item()
         problem = _problem(value)
@@ -94,9 +100,27 @@ class PlainCopy:
                     " Loading an object of another type could run code: have state_dict() return tensors, numbers, "
                     "strings and None, in dicts, lists, tuples and sets, or name a variable in Variables(pickled=...)."
                 )
-            self.problems.append(f"{keys[0]}{''.join(f'[{key!r}]' for key in keys[1:])} is {problem}")
+            self._note(keys, problem)
             return None
         return self._container(value, keys) if type(value) in _CONTAINERS else value
+
+    def _has_one_dtype(self, tensor: torch.Tensor, keys: tuple[object, ...]) -> bool:
+        """Return whether no tensor of another dtype views the memory of ``tensor``, which torch refuses to save."""
+        if tensor.layout is not torch.strided:
+            return True
+        try:
+            address = tensor.untyped_storage().data_ptr()
+        except RuntimeError as error:  # such as a zero tensor of forward-mode differentiation
+            self._note(keys, f"a tensor whose memory cannot be read: {error}")
+            return False
+        first, other = self._views.setdefault((tensor.device, address), (tensor, keys))
+        if first.dtype == tensor.dtype or not address:
+            return True
+        self._note(keys, f"a view of the memory of {_path(other)} as another dtype: leave it out, or clone() it")
+        return False
+
+    def _note(self, keys: tuple[object, ...], problem: str) -> None:
+        self.problems.append(f"{_path(keys)} is {problem}")
 
     def _container(self, value: Tree, keys: tuple[object, ...]) -> Tree:
         self._inside.add(id(value))
@@ -114,6 +138,14 @@ class PlainCopy:
         if isinstance(value, OrderedDict):  # the state of a module has its version in an attribute, _metadata
             vars(copy).update(self._dict(vars(value), keys))
         return copy
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    return tensor.layout in _LAYOUTS and not (tensor.is_meta or tensor.is_nested)
+
+
+def _path(keys: tuple[object, ...]) -> str:
+    return f"{keys[0]}{''.join(f'[{key!r}]' for key in keys[1:])}"
 
 
 def _problem(value: object) -> str | None:
@@ -137,6 +169,10 @@ def _tensor_problem(tensor: torch.Tensor) -> str:
             "a DTensor: return its to_local(), and give the object an attribute per_rank = True, so that each rank "
             "saves its own shard"
         )
+    if tensor.is_nested:
+        return "a nested tensor, which cannot be loaded again: use the list of its unbind()"
+    if type(tensor) in _TENSORS and not tensor.is_meta:
+        return f"of the layout {tensor.layout}, which torch does not save: convert it with to_dense()"
     if type(tensor) in _TENSORS:
         return "on the meta device, where it has no values: give it some with to_empty()"
     return f"{type_of(tensor)}, a subclass of Tensor: convert it to a plain tensor"

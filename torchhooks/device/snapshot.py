@@ -212,6 +212,8 @@ class Snapshot:
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
             return tensor.to("cpu", copy=True)  # waits for the device
         copy = torch.empty(0, dtype=tensor.dtype, device="cpu")
+        if not tensor.untyped_storage().nbytes():  # all empty storages have one address
+            return copy.set_(torch.UntypedStorage(0), tensor.storage_offset(), tensor.size(), tensor.stride())
         original = self._originals.setdefault(place_of(tensor), _Original(tensor.untyped_storage(), []))
         original.tensors.append((copy, tensor))
         return copy
