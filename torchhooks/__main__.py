@@ -19,12 +19,12 @@ import torch
 
 from torchhooks.autopsy import request as requests
 from torchhooks.checkpoints.folder import Checkpoint, inspect, is_checkpoint, verify
+from torchhooks.checkpoints.modules import bare_state
 from torchhooks.checkpoints.saver import list_checkpoints, read_checkpoint
 from torchhooks.common.checks import check_exists
 from torchhooks.common.errors import CheckpointError, DamagedCheckpointError
 from torchhooks.common.files import replacing
 from torchhooks.common.text import installed_version, json_text, plain, print_error
-from torchhooks.fetches.names import canonical
 from torchhooks.ledger import commands as of_ledgers
 from torchhooks.mirror import commands as of_runs
 from torchhooks.watch import commands as of_watches
@@ -125,7 +125,7 @@ def _export(path: str, file: str) -> None:
     if "model" not in saved:
         raise CheckpointError(f"{path} has no model: nothing is exported")
     with replacing(file) as temporary:
-        torch.save({canonical(name): value for name, value in saved["model"].items()}, temporary)
+        torch.save(bare_state(saved["model"]), temporary)
 
 
 def _nan(path: str, as_json: bool) -> int:

@@ -33,8 +33,8 @@ from torchhooks import (
     load_weights,
 )
 from torchhooks.__main__ import main
-from torchhooks.checkpoints.comparing import renamed
 from torchhooks.checkpoints.folder import Files, encoded, file_sums, read_manifest, verify
+from torchhooks.checkpoints.modules import renamed
 from torchhooks.checkpoints.restoring import load_gradients
 from torchhooks.checkpoints.training_state import Gradients, belongs_to_rank
 from torchhooks.common.files import Disk

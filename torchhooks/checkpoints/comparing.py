@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from torchhooks.checkpoints.modules import Deciding, renamed
 from torchhooks.checkpoints.training_state import (
     HOOKS,
     OPTIONAL,
@@ -111,33 +112,20 @@ def _as_dict(value: Tree) -> Tree:
 # -- modules -----------------------------------------------------------------------------------------------------------
 
 
-def renamed(module: torch.nn.Module, state: dict[str, Tree]) -> dict[str, Tree]:
-    """Return ``state`` with the names that ``module`` has, if they differ only by how the model is wrapped."""
-    own = {canonical(name): name for name in module.state_dict()}
-    if all(name in state for name in own.values()):
-        return state
-    names = {name: own.get(canonical(name), name) for name in state}
-    if len(set(names.values())) < len(names):
-        return state
-    new = type(state)()
-    new.update({names[name]: value for name, value in state.items()})
-    return new
-
-
 def compare_module(name: str, module: torch.nn.Module, state: dict[str, Tree]) -> list[str]:
     """Return what does not match, and remove from ``state`` the tensors that cannot be loaded as they are.
 
     torch does not load tensors of another shape, loads nothing into the meta device, and rounds to the module's dtype.
     """
-    if any(getattr(part, "_load_state_dict_pre_hooks", None) for part in module.modules()):
-        return []  # the module rewrites the state before it is loaded, so only torch can tell
-    own = module.state_dict()
-    misfits = _compare_names(own, state)
-    reshaped = [key for key in own if key in state and _shape(own[key]) != _shape(state[key])]
+    own, deciding = module.state_dict(), Deciding(module)
+    names, saved_names = ([key for key in keys if not deciding.on_names_at(key)] for keys in (own, state))
+    misfits = _compare_names(names, saved_names)
+    both = [key for key in own if key in state and not deciding.on_values_at(key)]
+    reshaped = [key for key in both if _shape(own[key]) != _shape(state[key])]
     if reshaped:
         shown = [f"{key!r} {_shape(own[key])} instead of {_shape(state[key])}" for key in reshaped]
         misfits.append(f"of another shape than in the file: {shortened(shown)}")
-    tensors = [key for key in own if key in state and key not in reshaped and isinstance(own[key], torch.Tensor)]
+    tensors = [key for key in both if key not in reshaped and isinstance(own[key], torch.Tensor)]
     without_values = [key for key in tensors if own[key].is_meta]
     if without_values:
         listed = shortened([repr(key) for key in without_values])

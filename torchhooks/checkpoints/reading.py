@@ -8,7 +8,7 @@ import os
 import torch
 from torch.nn.modules.module import _IncompatibleKeys
 
-from torchhooks.checkpoints.comparing import compare_module, renamed
+from torchhooks.checkpoints.comparing import compare_module
 from torchhooks.checkpoints.folder import (
     Checkpoint,
     file_of_rank,
@@ -20,6 +20,7 @@ from torchhooks.checkpoints.folder import (
     read_manifest,
     verify,
 )
+from torchhooks.checkpoints.modules import renamed
 from torchhooks.checkpoints.sharded import like_own, read_tensors
 from torchhooks.checkpoints.training_state import Entries, TrainingState
 from torchhooks.common.errors import CheckpointError, DamagedCheckpointError, brief, interrupt_in

@@ -9,6 +9,7 @@ Only tensors are in these files. They are read without running code from them: s
 
 from __future__ import annotations
 
+import copy
 import importlib
 import os
 import pickle
@@ -92,7 +93,7 @@ def like_own(part: object, state: Tree) -> Tree:
         own = part.state_dict()
         if not any(map(is_sharded, own.values())):
             return state
-        new = type(state)()
+        new = copy.copy(state)  # with the versions of the modules, an attribute
         new.update({name: _like(own.get(name), value) for name, value in state.items()})
         return new
     if not isinstance(part, torch.optim.Optimizer):

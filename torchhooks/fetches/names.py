@@ -242,11 +242,16 @@ def _group_names(groups: list[dict[str, object]]) -> list[str]:
 # What the wrappers of torch.compile, FullyShardedDataParallel, checkpoint_wrapper and DistributedDataParallel call the
 # module that they wrap.
 _WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "module")
-_PREFIXES = re.compile(r"^(module\.)+|_orig_mod\.|_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.")
+_WRAPPER = r"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
+_PREFIXES = re.compile(rf"^(?:module\.|{_WRAPPER})+|(?<=\.){_WRAPPER}")
 
 
 def canonical(name: str) -> str:
-    """Return the name of a tensor or a submodule in the bare model, without the names of wrappers."""
+    """Return the name of a tensor or a submodule in the bare model, without the names of wrappers.
+
+    A model may have a submodule that is called ``module``. So that name counts as the name of a wrapper only at the
+    beginning, and after other wrappers.
+    """
     return _PREFIXES.sub("", name)
 
 
