@@ -14,7 +14,14 @@ from support.states import Box
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchhooks import CheckpointSaverHook, MonitoredLoop, StopAtStepHook
+from torchhooks import (
+    CheckpointSaverHook,
+    EvaluationHook,
+    MonitoredLoop,
+    SessionRunHook,
+    StopAtStepHook,
+    StopIfNoDecreaseHook,
+)
 from torchhooks.checkpoints.comparing import compare
 from torchhooks.checkpoints.saver import Saver, load_weights
 from torchhooks.checkpoints.training_state import Gradients
@@ -436,3 +443,75 @@ def test_another_number_of_threads_is_said_once_a_loop(loops: int, tmp_path: Pat
     with log_lines() as lines:
         Saver().restore(Session(nn.Linear(1, 1)), path)
     assert lines == []
+
+
+# -- hooks that came or went -------------------------------------------------------------------------------------------
+
+
+def stopping(steps: int, name: str | None = None) -> StopIfNoDecreaseHook:
+    return StopIfNoDecreaseHook("loss", max_steps_without_decrease=steps, name=name)
+
+
+def train_with(folder: Path, last_step: int, hooks: list[SessionRunHook], **arguments: Any) -> list[tuple[str, str]]:
+    """Return what a loop with ``hooks`` logs about them while it trains up to ``last_step``."""
+    losses = iter([5.0, 4.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0])
+    with log_lines() as lines:
+        hooks = [*hooks, CheckpointSaverHook(every_n_steps=1), StopAtStepHook(last_step=last_step)]
+        with MonitoredLoop(lambda: next(losses), hooks=hooks, checkpoint_dir=folder, **arguments) as loop:
+            for _ in loop.until_stop(range(8)):
+                loop.run()
+    return [(level, text) for level, text in lines if "a state of" in text or "no state of" in text]
+
+
+def test_a_hook_that_is_added_starts_over(tmp_path: Path) -> None:
+    assert train_with(tmp_path, 2, []) == []
+    new = stopping(3)
+    assert train_with(tmp_path, 4, [new]) == [
+        ("INFO", f"{tmp_path}/model.ckpt-2 has no state of StopIfNoDecreaseHook, which starts over")
+    ]
+    assert new.state_dict()["best"] == 4.0  # of the two runs that this loop made
+    assert train_with(tmp_path, 5, [stopping(3)]) == []
+
+
+def test_hooks_that_are_gone_are_passed_over(tmp_path: Path) -> None:
+    train_with(tmp_path, 2, [stopping(3), stopping(3, "other"), stopping(3, "kept")])
+    assert train_with(tmp_path, 3, [stopping(3, "kept"), stopping(3, "new")]) == [
+        ("INFO", f"{tmp_path}/model.ckpt-2 has no state of new, which starts over"),
+        (
+            "INFO",
+            f"{tmp_path}/model.ckpt-2 has a state of StopIfNoDecreaseHook, other, which the loop does not have: it is "
+            "passed over",
+        ),
+    ]
+
+
+def test_a_hook_that_only_reports_comes_and_goes_in_silence(tmp_path: Path) -> None:
+    assert train_with(tmp_path, 2, [EvaluationHook(lambda: {"value": 1.0}, every_n_steps=1)]) == []
+    assert train_with(tmp_path, 3, []) == []
+    assert train_with(tmp_path, 4, [EvaluationHook(lambda: {"value": 1.0}, every_n_steps=1)]) == []
+
+
+class Fails(SessionRunHook):
+    def __init__(self) -> None:
+        self.left = 1
+
+    def after_run(self, run_context: Any, run_values: Any) -> None:
+        if self.left:
+            self.left -= 1
+            raise ConnectionError
+
+
+def test_a_recovery_says_it_no_second_time(tmp_path: Path) -> None:
+    train_with(tmp_path, 2, [stopping(3)])
+    hooks = [stopping(3, "new"), Fails(), StopAtStepHook(last_step=4)]  # and none that saves: it is restored twice
+    with (
+        log_lines() as lines,
+        MonitoredLoop(lambda: 0.5, hooks=hooks, checkpoint_dir=tmp_path, recoverable_errors=(ConnectionError,)) as loop,
+    ):
+        for _ in loop.until_stop(range(8)):
+            loop.run()
+    assert len([text for _, text in lines if text.startswith("restored step 2")]) == 2
+    assert [text.partition(" has ")[2][:11] for _, text in lines if "state of " in text] == [
+        "no state of",
+        "a state of ",
+    ]

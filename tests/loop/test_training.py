@@ -13,7 +13,6 @@ from support.events import curve, read, steps
 
 from torchhooks import (
     BestCheckpointHook,
-    CheckpointError,
     CheckpointSaverHook,
     Coordinator,
     EverySteps,
@@ -326,11 +325,13 @@ def test_the_grace_period_of_the_threads_is_passed_on() -> None:
     assert [text for _, text in lines if "straggler" in text and "0.0625 s after" in text]
 
 
-def test_a_state_of_a_hook_that_is_gone_is_an_error(tmp_path: Path) -> None:
+def test_a_state_of_a_hook_that_is_gone_is_passed_over(tmp_path: Path) -> None:
     with MonitoredTrainingLoop(lambda: 0.5, checkpoint_dir=tmp_path, chief_only_hooks=[Remembering()]) as loop:
         loop.run()
-    with pytest.raises(CheckpointError, match=r"only in the file: 'hooks\.remembering'"):
-        MonitoredTrainingLoop(lambda: 0.5, checkpoint_dir=tmp_path)
+    with log_lines() as lines, MonitoredTrainingLoop(lambda: 0.5, checkpoint_dir=tmp_path) as loop:
+        assert loop.global_step == 1
+    path = tmp_path / "model.ckpt-1"
+    assert ("INFO", f"{path} has a state of remembering, which the loop does not have: it is passed over") in lines
 
 
 def test_a_saver_among_the_hooks_is_used_in_addition_to_the_default_one(tmp_path: Path) -> None:

@@ -36,13 +36,15 @@ _ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "absent"})()
 def compare(training: TrainingState, saved: Entries, *, without_rank: bool) -> tuple[Pairs, Misfits]:
     """Return each object of ``training`` with the state to load into it, and what does not match.
 
-    With ``without_rank``, leave out the objects that have another state on each rank.
+    A hook may be in one of both only: see :func:`hooks_of_one`. With ``without_rank``, leave out the objects that have
+    another state on each rank.
     """
     parts: Parts = training.parts()
     if without_rank:
         own = parts_of_rank(parts)
         parts = {name: part for name, part in parts.items() if name not in own}
-    names = _compare_names(parts, saved, OWN_ENTRIES)
+    named, saved_named = ([name for name in each if not name.startswith(HOOKS)] for each in (parts, saved))
+    names = _compare_names(named, saved_named, OWN_ENTRIES)
     unnamed = [name for name in saved if name not in (*parts, *RESERVED) and not name.startswith(HOOKS)]
     if unnamed:
         entries = [f'"{name}": {name if name.isidentifier() else "..."}' for name in unnamed]
@@ -65,6 +67,17 @@ def compare(training: TrainingState, saved: Entries, *, without_rank: bool) -> t
                 continue
         pairs[name] = part, state
     return pairs, misfits
+
+
+def hooks_of_one(training: TrainingState, saved: Entries) -> tuple[list[str], list[str]]:
+    """Return the names of the hooks whose state is only in ``training``, and of those whose state is only ``saved``.
+
+    Not of a hook that only reports, which starts over without a loss.
+    """
+    own = {f"{HOOKS}{name}" for name, hook in training.hooks.items() if not hook.state_is_optional}
+    theirs = {name for name in saved if name.startswith(HOOKS) and not name.startswith(OPTIONAL)}
+    new, gone = (sorted(name.removeprefix(HOOKS) for name in names) for names in (own - theirs, theirs - own))
+    return new, gone
 
 
 def lines_of(misfits: Misfits) -> list[str]:
@@ -252,8 +265,7 @@ def _compare_groups(optimizer: torch.optim.Optimizer, state: Entries) -> str | N
 
 
 def _compare_names(own: Collection[str], saved: Collection[str], ignored: Collection[str] = ()) -> list[str]:
-    missing = [repr(name) for name in own if name not in saved and not name.startswith(OPTIONAL)]
-    surplus = [name for name in saved if name not in own and name not in ignored]
-    surplus = [repr(name) for name in surplus if not name.startswith(OPTIONAL)]
+    missing = [repr(name) for name in own if name not in saved]
+    surplus = [repr(name) for name in saved if name not in own and name not in ignored]
     listed = {"missing in the file": missing, "only in the file": surplus}
     return [f"{what}: {shortened(names)}" for what, names in listed.items() if names]

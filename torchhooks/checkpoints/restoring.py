@@ -18,6 +18,7 @@ from torchhooks.checkpoints.comparing import (
     changed_hyperparameters,
     changed_metadata,
     compare,
+    hooks_of_one,
     lines_of,
 )
 from torchhooks.checkpoints.folder import inspect
@@ -94,6 +95,7 @@ def restore(
     if checkpoint.is_whole:
         _warn_of_buckets(training)
     _tell_of_threads(training, checkpoint)
+    _tell_of_hooks(training, checkpoint)
     if changed:
         logger.info("%s. To use the script's, set it after the loop is created", "; ".join(changed))
     if training.metadata and "metadata" in checkpoint.entries:
@@ -297,6 +299,20 @@ def _tell_of_threads(training: TrainingState, checkpoint: RankEntries) -> None:
         "training run without interruption. If that matters, call torch.set_num_threads(%d) first",
         *(checkpoint.path, saved, threads, saved),
     )
+
+
+def _tell_of_hooks(training: TrainingState, checkpoint: RankEntries) -> None:
+    """Log, once, which hooks with a state the training run did not have before, and which it has no longer."""
+    if not checkpoint.is_whole or not writes_for_all(training.ranks) or "hooks" in training.warned:
+        return
+    training.warned.add("hooks")  # after a recovery, the loop may have saved with its own hooks
+    new, gone = hooks_of_one(training, checkpoint.entries)
+    if new:
+        logger.info("%s has no state of %s, which starts over", checkpoint.path, shortened(new, 8))
+    if gone:
+        logger.info(
+            "%s has a state of %s, which the loop does not have: it is passed over", checkpoint.path, shortened(gone, 8)
+        )
 
 
 # -- the second load ---------------------------------------------------------------------------------------------------
