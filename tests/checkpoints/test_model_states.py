@@ -330,3 +330,90 @@ def test_what_a_deciding_module_does_not_take_is_an_error_of_torch(tmp_path: Pat
     path = save(Renamed("other"), tmp_path)
     with pytest.raises(RuntimeError, match="Missing key"):
         load_weights(path, Renamed())
+
+
+# -- what is added after the loop was created --------------------------------------------------------------------------
+
+
+def grow(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.add_param_group({"params": [*model[1].parameters()]})
+
+
+def run(
+    change: Callable[[nn.Sequential, torch.optim.Optimizer], object], folder: Path, model: nn.Sequential | None = None
+) -> list[str]:
+    """Return the warnings of a loop in whose fourth run the script calls ``change``."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) if model is None else model
+    optimizer = torch.optim.SGD(model[0].parameters(), 0.1)
+
+    def step() -> None:
+        if loop.global_step == 3:
+            change(model, optimizer)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    with log_lines() as lines:
+        hooks = [CheckpointSaverHook(every_n_steps=2), StopAtStepHook(last_step=8)]
+        with MonitoredLoop(step, model, optimizer, hooks=hooks, checkpoint_dir=folder) as loop:
+            for _ in loop.until_stop(range(9)):
+                loop.run()
+    return [text for level, text in lines if level == "WARNING" and "trains 2 of" not in text]
+
+
+def test_a_group_that_is_added_is_told_of_once(tmp_path: Path) -> None:
+    assert run(grow, tmp_path) == [
+        "optimizer has groups of [2, 2] parameters, and had [2] when the loop was created, so a script that is started "
+        "again cannot resume from this checkpoint. Give the optimizer all groups before that, and unfreeze parameters "
+        "with requires_grad_(True)"
+    ]
+    with pytest.raises(CheckpointError, match=r"has groups of \[2\] parameters, those in the file have \[2, 2\]"):
+        run(grow, tmp_path)
+
+
+def test_a_layer_that_is_added_or_replaced_is_told_of_once(tmp_path: Path) -> None:
+    line = (
+        "model has other parameters than when the loop was created: {}, so a script that is started again cannot "
+        "resume from this checkpoint. Make it whole before that"
+    )
+    added = run(lambda model, _: model.append(nn.Linear(2, 1)), tmp_path / "added")
+    assert added == [line.format("2.weight, 2.bias")]
+    other = run(lambda model, _: model.__setitem__(1, nn.Linear(2, 3)), tmp_path / "other")
+    assert other == [line.format("1.weight, 1.bias")]
+    gone = run(lambda model, _: model.__delitem__(1), tmp_path / "gone")
+    assert gone == [line.format("1.weight, 1.bias")]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_what_a_resumed_script_can_load_is_no_change(tmp_path: Path) -> None:
+    def freeze(model: nn.Sequential, _: object) -> None:
+        model.requires_grad_(False)
+        model[0].requires_grad_(True)
+
+    assert run(freeze, tmp_path / "frozen") == []
+    assert run(lambda model, _: model.half().float(), tmp_path / "moved") == []
+    assert run(lambda model, _: None, tmp_path / "bank", nn.Sequential(nn.Linear(2, 2), Bank())) == []
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_lazy_layer_gets_its_shape_in_the_first_run(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.LazyLinear(2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step() -> torch.Tensor:
+        loss: torch.Tensor = model(torch.ones(1, 3)).sum()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    hooks = [BestCheckpointHook(metric="loss", mode="min", every_n_steps=1), StopAtStepHook(last_step=3)]
+    with log_lines() as lines, MonitoredLoop(step, model, optimizer, hooks=hooks, checkpoint_dir=tmp_path) as loop:
+        for _ in loop.until_stop(range(9)):
+            loop.run()
+    assert [text for level, text in lines if level == "WARNING"] == []
+
+
+def test_a_parameter_without_a_shape_in_any_module_is_no_error(tmp_path: Path) -> None:
+    model = nn.Module()
+    model.register_parameter("weight", nn.UninitializedParameter())  # type: ignore[arg-type]
+    hooks = [BestCheckpointHook(metric="loss", mode="min", every_n_steps=1)]
+    MonitoredLoop(lambda: 0.5, model, hooks=hooks, checkpoint_dir=tmp_path).close()

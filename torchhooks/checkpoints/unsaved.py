@@ -1,4 +1,7 @@
-"""What trains and is in no checkpoint: parameters, other optimizers, gradient scalers and averages of the weights.
+"""What trains and is in no checkpoint, and what a resumed script could not load.
+
+The first are parameters, other optimizers, gradient scalers and averages of the weights; the second what is added to a
+module or an optimizer after the loop was created.
 
 torch tells of a step of any optimizer and of an update of an average; a GradScaler has no hook for that, so its
 ``step`` is wrapped while a loop that saves is open. What changed in two different runs is no temporary object, and
@@ -17,10 +20,13 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.modules.module import register_module_buffer_registration_hook
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.hooks import RemovableHandle
 
+from torchhooks.checkpoints.modules import Deciding
+from torchhooks.common.text import shortened
 from torchhooks.data.position import RunCounter
 from torchhooks.data.variables import Variables
 from torchhooks.fetches.names import parameters_of
@@ -46,10 +52,14 @@ class UnsavedParts:
     Args:
         counter: counts the runs.
         is_of_a_loop: returns whether an object is part of this loop, or of another open one.
+        parts: the objects that the loop saves, as they are when it is created, by name.
     """
 
-    def __init__(self, counter: RunCounter, is_of_a_loop: Callable[[object], bool]) -> None:
+    def __init__(
+        self, counter: RunCounter, is_of_a_loop: Callable[[object], bool], parts: Mapping[str, object]
+    ) -> None:
         self._counter, self._is_of_a_loop = counter, is_of_a_loop
+        self._created = {name: _signature(part) for name, part in parts.items()}
         self._changing: dict[int, _Changing] = {}
         _observe(self)
 
@@ -80,7 +90,16 @@ class UnsavedParts:
                 known.handle = part.register_state_dict_pre_hook(settle)
 
     def lacking(self, parts: Mapping[str, object]) -> Iterator[str]:
-        """Yield, once for each object, a line about what changes and is in none of ``parts``, which were just saved."""
+        """Yield, once for each object, a line about what changes and is in none of ``parts``, which were just saved.
+
+        And a line about what a resumed script could not load, because it was added after the loop was created.
+        """
+        for name, part in parts.items():
+            before = self._created.get(name)
+            line = None if before is None else _line_of_added(name, before, part)
+            if line is not None:
+                self._created[name] = None
+                yield line
         lasting = [each for each in [*self._changing.values()] if each.is_lasting and not each.is_settled]
         if not lasting:
             return
@@ -128,6 +147,43 @@ _AVERAGE = (
     "an AveragedModel is updated, and is in no checkpoint: a resumed training run would start the average over. Give "
     'the loop state={"average": averaged_model}'
 )
+
+
+# -- what was added after the loop was created, when a resumed script loads its checkpoint ----------------------------
+
+_Signature = list[int] | dict[str, str]
+"""How many parameters the groups of an optimizer have, or the shapes of the parameters of a module.
+
+A shape is "" where the module itself decides what it loads, or has no shape yet.
+"""
+
+
+def _signature(part: Any) -> _Signature | None:
+    if isinstance(part, torch.nn.Module):
+        deciding = Deciding(part)
+        return {
+            name: "" if is_lazy(each) or deciding.on_values_at(name) else str(tuple(each.shape))
+            for name, each in part.named_parameters()
+        }
+    return [len(group["params"]) for group in part.param_groups] if hasattr(part, "param_groups") else None
+
+
+def _line_of_added(name: str, before: _Signature, part: object) -> str | None:
+    now = _signature(part)
+    if isinstance(before, list):
+        what = f"{name} has groups of {now} parameters, and had {before} when the loop was created"
+        way_out = "Give the optimizer all groups before that, and unfreeze parameters with requires_grad_(True)"
+        is_same = now == before
+    else:
+        assert isinstance(now, dict)
+        shapes = {key: (before.get(key), now.get(key)) for key in {**before, **now}}
+        changed = [key for key, (old, new) in shapes.items() if old != new and "" not in (old, new)]
+        what = f"{name} has other parameters than when the loop was created: {shortened(changed)}"
+        way_out = "Make it whole before that"
+        is_same = not changed
+    return (
+        None if is_same else f"{what}, so a script that is started again cannot resume from this checkpoint. {way_out}"
+    )
 
 
 # -- what objects refer to ---------------------------------------------------------------------------------------------

@@ -257,7 +257,8 @@ class Sessions:
 def _watched_parts(arguments: LoopArguments, state: LoopState) -> UnsavedParts | None:
     if not arguments.has_saver or not arguments.ranks.is_chief:
         return None
-    return UnsavedParts(state, is_of_a_loop)
+    parts = {"model": arguments.model, "optimizer": arguments.optimizer, **arguments.state}
+    return UnsavedParts(state, is_of_a_loop, parts)
 
 
 def _watched_gradients(arguments: LoopArguments) -> Gradients | None:
