@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchhooks.common.memory import bytes_of
 from torchhooks.common.trees import changes_in_place
 
 _CHUNK = 1 << 22  # elements of a tensor on a device that are mixed at a time: each takes eight bytes or more
@@ -160,11 +161,8 @@ class BegunDigest:
     def _sum_on_host(self, tensor: torch.Tensor) -> int:
         known, _ = self._known.get(id(tensor), (None, None))
         if known is None:
-            # The usual case in as few calls as possible, because most tensors of a run are small.
-            try:
-                known = zlib.crc32((tensor.detach() if tensor.requires_grad else tensor).numpy())  # type: ignore[arg-type]
-            except (RuntimeError, TypeError, ValueError):  # not contiguous, or a dtype that NumPy does not have
-                known = zlib.crc32(_bits(tensor).view(torch.uint8).numpy().data)
+            is_plain = tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())
+            known = zlib.crc32(bytes_of(tensor if is_plain else _bits(tensor)))
             self._known[id(tensor)] = known, tensor
         return known
 

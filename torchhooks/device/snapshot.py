@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from torchhooks.common.memory import bytes_of
 from torchhooks.device.accelerator import ALIGNMENT, DeviceEvent, host
 
 Size = tuple[str, int]
@@ -257,7 +258,7 @@ def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _bytes(storage: torch.UntypedStorage) -> np.ndarray:
-    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).numpy()
+    return np.frombuffer(bytes_of(torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)), np.uint8)
 
 
 def _copy(pieces: list[tuple[np.ndarray, np.ndarray]]) -> None:

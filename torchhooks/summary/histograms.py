@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from torchhooks.common.memory import array_of
 from torchhooks.common.trees import as_snapshot
 from torchhooks.device.accelerator import has_float64, host
 from torchhooks.device.readback import is_remote
@@ -79,7 +80,7 @@ def _count_on_host(flat: torch.Tensor) -> Counts:
     buffer = np.empty(min(len(flat), _CHUNK_ON_HOST))  # used again, because new memory takes longer than the sums
     for chunk in flat.split(_CHUNK_ON_HOST):
         is_short = chunk.is_floating_point() and chunk.dtype.itemsize <= 2  # which NumPy sorts slowly, or lacks
-        values = (chunk.float() if is_short else chunk).numpy()
+        values = array_of(chunk.float() if is_short else chunk)
         if values.dtype.kind != "f":
             values = values.astype(np.float64)
         if not (float(values.min()) > -END and float(values.max()) < END):  # also if an element is NaN
