@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +17,14 @@ import pytest
 import torch
 from support.events import curve, steps
 
-from torchhooks import MonitoredLoop, SessionRunHook, StepCounterHook, SummarySaverHook, SummaryWriterCache
+from torchhooks import (
+    CheckpointSaverHook,
+    MonitoredLoop,
+    SessionRunHook,
+    StepCounterHook,
+    SummarySaverHook,
+    SummaryWriterCache,
+)
 from torchhooks.summary import histogram
 from torchhooks.summary.writers import WriterTarget
 from torchhooks.testing import RecordingWriter, trace
@@ -218,10 +228,48 @@ def test_a_loop_within_the_first_run_of_another_voids_no_point_of_an_earlier_pro
     assert curve(tmp_path, "loss") == [(1, 0.5), (2, 0.5), (3, 0.75)]
 
 
-def test_a_loop_after_another_one_voids_its_points_as_in_tensorflow(tmp_path: Path) -> None:
+def test_a_loop_after_another_one_leaves_its_points(tmp_path: Path) -> None:
+    for fold in range(3):
+        losses = SummarySaverHook(1, output_dir=tmp_path, summary_op={f"fold{fold}": "loss"})
+        trace(losses, StepCounterHook(1, output_dir=tmp_path), losses=[fold] * 3)
+    for fold in range(3):
+        assert curve(tmp_path, f"fold{fold}") == [(1, fold), (2, fold), (3, fold)]
+    assert [step for step, _ in curve(tmp_path, "global_step/sec")] == [2, 3] * 3
+
+
+def test_a_loop_after_one_that_wrote_nothing_has_a_start(tmp_path: Path) -> None:
     trace(summaries(tmp_path), losses=[0.5] * 3)
-    trace(summaries(tmp_path), losses=[0.25])
+    script = (
+        "from torchhooks import SummarySaverHook\n"
+        "from torchhooks.testing import trace\n"
+        "for losses in ([], [0.25]):\n"
+        f"    trace(SummarySaverHook(1, output_dir={str(tmp_path)!r}, summary_op={{'loss': 'loss'}}), losses=losses)\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
     assert curve(tmp_path, "loss") == [(1, 0.25)]
+
+
+def test_a_loop_in_a_forked_process_has_a_start(tmp_path: Path) -> None:
+    trace(summaries(tmp_path), losses=[0.5] * 3)
+    context = multiprocessing.get_context("fork")
+    process = context.Process(target=lambda: trace(summaries(tmp_path), losses=[0.25]))
+    process.start()
+    process.join()
+    assert curve(tmp_path, "loss") == [(1, 0.25)]
+
+
+def test_a_loop_that_is_restored_in_the_same_process_voids_what_it_repeats(tmp_path: Path) -> None:
+    def train(loss: float, last_step: int) -> None:
+        hooks: list[SessionRunHook] = [summaries(tmp_path), CheckpointSaverHook(every_n_steps=2)]
+        with MonitoredLoop(lambda: loss, hooks=hooks, checkpoint_dir=tmp_path) as loop:
+            while loop.global_step < last_step:
+                loop.run()
+            raise KeyboardInterrupt
+
+    for loss, last_step in ((0.5, 3), (0.25, 4)):
+        with pytest.raises(KeyboardInterrupt):
+            train(loss, last_step)
+    assert curve(tmp_path, "loss") == [(1, 0.5), (2, 0.5), (3, 0.25), (4, 0.25)]
 
 
 def test_loops_in_several_threads_write_one_file_and_lose_no_point(tmp_path: Path) -> None:

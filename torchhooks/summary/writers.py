@@ -331,7 +331,7 @@ class WriterTarget:
         with _lock:  # so that no other hook closes the writer before this one is known
             writer = as_writer(SummaryWriterCache.get(self._folder) if self._folder is not None else given)
             name = id(given) if writer.log_dir is None else shared_name(writer.log_dir)
-            place = _places.setdefault(name, _Place())
+            place = _places.setdefault(name, _Place(name))
             place.targets.add(self)
             place.folder = self._folder or place.folder
             self.writers += (writer,)
@@ -348,6 +348,8 @@ class WriterTarget:
             places, self._places = self._places, []
             for place in places:
                 place.targets.discard(self)
+                if place.is_started and not place.targets and isinstance(place.name, str):
+                    _written[place.name] = os.getpid()
                 if place.folder is not None and not place.targets:
                     attempt(SummaryWriterCache.close, place.folder)
         attempt.raise_errors("several writers could not be closed")
@@ -392,7 +394,9 @@ class _Place:
     discards the points of its step and of later steps that it has read, and some may be points of another loop.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str | int) -> None:
+        self.name = name
+        """The folder of the writer, or the id of a writer without one."""
         self.targets: weakref.WeakSet[WriterTarget] = weakref.WeakSet()  # forgets those of a loop that is never closed
         self.folder: str | None = None
         """The folder whose cached writer is closed with the last target."""
@@ -407,6 +411,8 @@ class _Place:
             return
         self.is_started = True
         is_resumed = session.was_restored or session.begun_at > 0
+        if not is_resumed and _written.get(self.name) == os.getpid():
+            return  # the next fold or phase of a script: TensorBoard would discard the curves of the one before
         # Unlike TensorFlow's START, which has the step after the first run, this one has the first step of the session:
         # it voids what is written again, even if the first run makes no step, or several.
         step = session.begun_at + 1 if session.begun_at else min(session.global_step, 1)
@@ -425,4 +431,6 @@ class _Place:
 
 # Guards the places. Reentrant, because the writer of a user may run a loop.
 _lock = threading.RLock()
-_places: weakref.WeakValueDictionary[object, _Place] = weakref.WeakValueDictionary()
+_places: weakref.WeakValueDictionary[str | int, _Place] = weakref.WeakValueDictionary()
+_written: dict[str | int, int] = {}
+"""The folders to which a loop has written that is closed, with the id of its process."""
