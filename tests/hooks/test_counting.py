@@ -15,7 +15,16 @@ import torch
 from support.devices import FakeDevice
 from support.events import read
 
-from torchhooks import MonitoredLoop, SessionRunContext, SessionRunHook, SessionRunValues, StepCounterHook
+from torchhooks import (
+    AtSteps,
+    EvaluationHook,
+    LoggingTensorHook,
+    MonitoredLoop,
+    SessionRunContext,
+    SessionRunHook,
+    SessionRunValues,
+    StepCounterHook,
+)
 from torchhooks.common.text import shown
 from torchhooks.testing import FakeClock, RecordingWriter, log_lines, trace
 
@@ -360,3 +369,79 @@ def test_the_share_is_one_of_the_time_without_pauses(device: FakeDevice | None) 
     with device or nullcontext():
         curves = training.drive(over(lambda: training.waiting(3.0, 3)))
     assert curves[WAITING] == [(3, 0.75)]
+
+
+# -- a default period, and periods without steps -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "period", [{"every_n_secs": 5}, {"every_n_secs": 0.5}, {"every_n_epochs": 2}, {"timer": AtSteps([3])}, {}]
+)
+def test_the_default_period_holds_only_where_none_is_given(period: dict[str, Any]) -> None:
+    hook = StepCounterHook(**period)
+    assert hook.timer.every_steps == (None if period else 100)
+    with pytest.raises(ValueError, match="100"):
+        StepCounterHook(100, **(period or {"every_n_secs": 5}))
+
+
+def test_none_is_no_period_as_in_tensorflow() -> None:
+    with pytest.raises(ValueError, match="give one of every_n_steps=, every_n_secs="):
+        StepCounterHook(every_n_steps=None)
+
+
+@pytest.mark.parametrize("tokens", [8, lambda: 8])
+def test_an_epoch_of_one_run_has_no_rate_and_its_time_counts_for_the_next(tokens: Any) -> None:
+    def epochs(loop: Loop) -> None:
+        for epoch in loop.until_stop(range(3)):
+            for _ in loop.until_stop(range(3 if epoch else 1)):
+                loop.run()
+            training.clock.advance(0.5)  # what the script does between two epochs
+
+    training = Training(examples_per_step=4, tokens_per_step=tokens)
+    training.hooks = [
+        StepCounterHook(every_n_epochs=1, summary_writer=training.writer, examples_per_step=4, tokens_per_step=tokens)
+    ]
+    curves = training.drive(epochs)
+    assert {tag: [(step, round(value, 3)) for step, value in points] for tag, points in curves.items()} == {
+        RATE: [(4, round(3 / 3.5, 3)), (7, round(3 / 3.5, 3))],
+        EXAMPLES: [(4, round(12 / 3.5, 3)), (7, round(12 / 3.5, 3))],
+        "tokens/sec": [(4, round(24 / 3.5, 3)), (7, round(24 / 3.5, 3))],
+    }
+
+
+def test_a_rate_is_nan_before_the_first_period_with_steps() -> None:
+    def epochs(loop: Loop) -> None:
+        for epoch in loop.until_stop(range(2)):
+            for _ in loop.until_stop(range(2 if epoch else 1)):
+                loop.run()
+
+    training = Training()
+    training.hooks = [
+        StepCounterHook(every_n_epochs=1, log=False),
+        LoggingTensorHook(["steps_per_sec", "secs_per_step"], every_n_epochs=1),
+    ]
+    training.drive(epochs)
+    assert training.lines == [
+        "steps_per_sec = nan, secs_per_step = nan",
+        "steps_per_sec = 1.0, secs_per_step = 1.0 (2.000 sec)",
+    ]
+
+
+def test_a_pause_at_the_end_of_an_epoch_without_a_rate_counts_for_no_other() -> None:
+    def evaluate() -> dict[str, float]:
+        training.clock.advance(10.0)
+        return {"value": 1.0}
+
+    def epochs(loop: Loop) -> None:
+        for epoch in loop.until_stop(range(2)):
+            for _ in loop.until_stop(range(2 if epoch else 1)):
+                loop.run()
+
+    training = Training()
+    # The first one asks for the rate, so that the next period begins before the pause.
+    training.hooks = [
+        LoggingTensorHook(["steps_per_sec"], every_n_epochs=1),
+        EvaluationHook(evaluate, every_n_epochs=1),
+        StepCounterHook(every_n_epochs=1, summary_writer=training.writer),
+    ]
+    assert training.drive(epochs)[RATE] == [(3, 1.0)]

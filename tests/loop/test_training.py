@@ -97,14 +97,14 @@ def test_the_order_is_that_of_tensorflow(tmp_path: Path) -> None:
 def test_the_periods_are_those_of_tensorflow(tmp_path: Path) -> None:
     folder = str(tmp_path)
     assert default_hooks(checkpoint_dir=folder).splitlines() == [
-        f"StepCounterHook(output_dir={folder!r})",  # every 100 steps is its own default
+        f"StepCounterHook(every_n_steps=100, output_dir={folder!r})",
         f"SummarySaverHook(save_steps=100, output_dir={folder!r})",
         f"CheckpointSaverHook({folder!r}, save_secs=600)",
     ]
 
 
 def test_without_any_folder_steps_per_second_are_logged_and_nothing_is_written() -> None:
-    assert default_hooks() == "StepCounterHook()"
+    assert default_hooks() == "StepCounterHook(every_n_steps=100)"
 
 
 def test_a_summary_dir_alone_saves_no_checkpoints(tmp_path: Path) -> None:

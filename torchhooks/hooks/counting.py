@@ -31,7 +31,12 @@ _DEVICE_MEMORY, _HOST_MEMORY = "memory/device_peak", "memory/host"
 _TAGS = ("global_step/sec", "examples/sec", "tokens/sec", _WAITING_SHARE, _DEVICE_MEMORY, _HOST_MEMORY)
 _CURVES = {tag: summary.scalar(tag, tag) for tag in _TAGS}
 
-_DEFAULT_STEPS = 100
+
+class _Default(int):
+    """A number that holds if the caller gives none: another object than any number of the caller."""
+
+
+_DEFAULT_STEPS: int = _Default(100)
 _MIN_LOGGED_SHARE = 0.01
 _MIN_LOGGED_SECS_PER_STEP = 1e-5  # about what it takes to get an item that is ready
 
@@ -106,8 +111,7 @@ class StepCounterHook(PeriodicHook):
 
     Args:
         every_n_steps, every_n_secs, every_n_epochs, timer: when to report; see
-            :doc:`Choose a period </built-in-hooks>`. ``every_n_secs`` requires ``every_n_steps=None``, as in
-            TensorFlow.
+            :doc:`Choose a period </built-in-hooks>`. Every 100 steps if none is given.
         output_dir, summary_writer: where to write; see :doc:`Write curves </built-in-hooks>`. Without either, the rate
             is only logged.
         examples_per_step: the number of examples in a step, on one rank, to report ``examples/sec`` as well.
@@ -124,6 +128,9 @@ class StepCounterHook(PeriodicHook):
 
     Unlike TensorFlow, the time on a GPU is measured by the GPU, between two events that are read after they have
     passed. The host never waits for it, and the report arrives a few runs later.
+
+    Unlike TensorFlow, there is no rate for a period without a step, whose time counts for the next one. And
+    ``every_n_secs`` needs no ``every_n_steps=None``.
 
     Unlike TensorFlow, the first run of a resumed training run has the writer discard the points that an earlier process
     wrote after this step, also without a SummarySaverHook.
@@ -145,18 +152,14 @@ class StepCounterHook(PeriodicHook):
         memory: bool = False,
         log: bool = True,
     ) -> None:
+        if every_n_steps is _DEFAULT_STEPS:
+            others = every_n_secs, every_n_epochs, timer
+            every_n_steps = int(_DEFAULT_STEPS) if all(each is None for each in others) else None
         if timer is not None or every_n_epochs is not None:
-            if every_n_steps == _DEFAULT_STEPS:
-                every_n_steps = None  # not given, as far as the hook can tell
             check_one_period(
                 timer, every_n_steps=every_n_steps, every_n_secs=every_n_secs, every_n_epochs=every_n_epochs
             )
         timer = given_timer(timer, every_n_epochs=every_n_epochs)
-        if isinstance(every_n_secs, numbers.Real) and every_n_steps == _DEFAULT_STEPS:
-            raise ValueError(
-                f"every_n_secs={shown(every_n_secs)}: every_n_steps has the default {_DEFAULT_STEPS}, and a hook has "
-                "one period: pass every_n_steps=None"
-            )
         self.set_timer(timer, every_n_steps=every_n_steps, every_n_secs=every_n_secs)
         self._rates = [_Rate("global_step/sec", "steps_per_sec", 1)]
         if examples_per_step is not None:
@@ -248,6 +251,11 @@ class StepCounterHook(PeriodicHook):
         """Start a period, and report on the period that ends here as soon as its duration is known."""
         session = run_context.session
         ended, started = self._period, self._next_period or _Period.from_now(session)
+        if ended is not None and started.step == ended.step:
+            # No rate, and the period goes on: as a part of the next one, its time counts.
+            ended.pauses.extend(started.pauses)
+            self._next_period = None
+            return
         self._period, self._next_period = started, None
         tokens = self._take_tokens()
         if not self.writes:
@@ -324,10 +332,10 @@ class StepCounterHook(PeriodicHook):
     def _set_speeds(self, ended: _Period, end: _Period, secs: float, tokens: Value) -> None:
         """Set the fetches to the speeds from ``ended`` to ``end``, which took ``secs``."""
         steps = end.step - ended.step
-        if secs <= 0 or steps < 0:
+        if secs <= 0 or steps <= 0:
             return  # the period is not reported
         self._speeds |= {rate.fetch: rate.over(steps, secs, tokens) for rate in self._rates}
-        self._speeds["secs_per_step"] = secs / steps if steps else math.nan
+        self._speeds["secs_per_step"] = secs / steps
         self._speeds["data_secs"] = ended.data_secs(end)
         self._speeds_at = end.start.secs
 
