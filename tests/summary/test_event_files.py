@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import threading
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from support.events import read
 from support.processes import fork_program
 from tensorboard.compat.tensorflow_stub import pywrap_tensorflow
 
+from torchhooks import MonitoredLoop, StopAtStepHook, SummarySaverHook
 from torchhooks.summary import tensorboard
 from torchhooks.summary.tensorboard import DirectSummaryWriter, EventFile, masked_crc32c
 from torchhooks.testing import FakeClock
@@ -170,3 +172,35 @@ def test_a_new_file_goes_to_the_same_folder_after_the_working_directory_changed(
     file.reopen()
     file.close()
     assert len(files(tmp_path / "run")) == 2
+
+
+# -- removed files -----------------------------------------------------------------------------------------------------
+
+
+def test_points_after_a_file_was_removed_go_to_a_new_one_with_a_warning(
+    tmp_path: Path, writer: DirectSummaryWriter, lines: Lines
+) -> None:
+    for step in range(6):
+        writer.add_scalar("loss", 0.5, step)
+        if step in (1, 3):
+            (removed,) = files(tmp_path)
+            removed.unlink()
+    assert points(tmp_path, "loss") == [4, 5]
+    (file,) = files(tmp_path)
+    warnings = [text for level, text in lines if level == "WARNING"]
+    assert len(warnings) == 2
+    assert warnings[-1] == f"{removed} was removed, and with it its points; the next ones go to {file}"
+
+
+def test_points_after_the_folder_was_removed_go_to_a_new_one(tmp_path: Path, lines: Lines) -> None:
+    def step() -> float:
+        if loop.global_step == 3:
+            shutil.rmtree(tmp_path / "curves")
+        return 0.5
+
+    hooks = [SummarySaverHook(1, output_dir=tmp_path / "curves", summary_op="loss"), StopAtStepHook(last_step=6)]
+    with MonitoredLoop(step, hooks=hooks) as loop:
+        while not loop.should_stop():
+            loop.run()
+    assert points(tmp_path / "curves", "loss") == [4, 5, 6]
+    assert [level for level, text in lines if " was removed, " in text] == ["WARNING"]

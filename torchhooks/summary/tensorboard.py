@@ -27,6 +27,7 @@ from torch.utils.tensorboard.summary import hparams
 from torch.utils.tensorboard.writer import FileWriter
 
 from torchhooks.common.files import place, write_all
+from torchhooks.common.log import logger
 from torchhooks.common.text import flat_config
 from torchhooks.summary.writers import ForeignWriter
 
@@ -39,7 +40,7 @@ class EventFile:
     """One event file, with the methods of tensorboard's ``EventFileWriter``. They may be called from any thread.
 
     Its name is unique in ``folder`` and ends in ``suffix``. The next event goes to a new file after a failed write,
-    because TensorBoard stops reading a file at an incomplete record.
+    because TensorBoard stops reading a file at an incomplete record, and, with a warning, after the file was removed.
     """
 
     def __init__(self, folder: str, suffix: str = "") -> None:
@@ -61,8 +62,12 @@ class EventFile:
         """Write ``event``, a tensorboard ``Event``."""
         record = _record(event.SerializeToString())
         with self._lock:
+            removed = self._path
             if self._file.closed:
                 self.reopen()
+            elif not os.path.exists(removed):  # the system would accept what is written, and no reader could find it
+                self.reopen()
+                logger.warning("%s was removed, and with it its points; the next ones go to %s", removed, self._path)
             self._write(record)
 
     def flush(self) -> None:
