@@ -49,7 +49,7 @@ from torchhooks import (
 )
 from torchhooks.fetches.evaluation import ComposedFetch
 from torchhooks.fetches.running import MOST_NUMBERS
-from torchhooks.testing import RecordingHook, RecordingWriter, Trace, plain, trace
+from torchhooks.testing import RecordingHook, RecordingWriter, Trace, log_lines, plain, trace
 
 Lines = list[tuple[str, str]]
 tensor = torch.tensor
@@ -1074,3 +1074,19 @@ def test_tensors_and_objects_without_a_hash_are_fetches_of_their_own() -> None:
     assert running_mean(ones) == running_mean(ones)
     assert running_mean(ones) != running_mean(torch.ones(()))
     assert report((running_sum(metric), running_sum(ones)), [1, 2]) == [(2.0, 2.0)]
+
+
+def test_a_mean_of_the_rates_of_several_groups_names_the_fetches_of_one() -> None:
+    first, second = torch.zeros(1, requires_grad=True), torch.zeros(1, requires_grad=True)
+    groups: list[dict[str, Any]] = [{"params": [first]}, {"params": [second], "name": "head"}]
+    optimizer = torch.optim.SGD(groups, 0.1)
+
+    def train(fetch: str) -> list[str]:
+        hook = LoggingTensorHook({"mean": running_mean(fetch)}, every_n_steps=1)
+        with log_lines() as lines, MonitoredLoop(lambda: 0.5, optimizer=optimizer, hooks=[hook]) as loop:
+            loop.run()
+        return [text for _, text in lines if text.startswith("mean")]
+
+    with pytest.raises(TypeError, match=r'over the learning rates of 2 parameter groups, which are "lr/0", "lr/head"'):
+        train("lr")
+    assert train("lr/0") == train("lr/head") == ["mean = 0.1"]

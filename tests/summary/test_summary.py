@@ -28,7 +28,7 @@ from tensorboard.backend.event_processing.plugin_event_accumulator import EventA
 from tensorboard.compat.proto.event_pb2 import SessionLog
 from torch.utils.tensorboard import SummaryWriter as TensorBoardWriter
 
-from torchhooks import SummaryWriter
+from torchhooks import MonitoredLoop, SummarySaverHook, SummaryWriter
 from torchhooks.fetches.evaluation import ComposedFetch
 from torchhooks.summary.operations import (
     Summary,
@@ -44,6 +44,7 @@ from torchhooks.summary.operations import (
 )
 from torchhooks.summary.tensorboard import EventFile
 from torchhooks.summary.writers import SummaryWriterCache, as_writer
+from torchhooks.testing import log_lines
 
 NAN, INF = math.nan, math.inf
 
@@ -299,7 +300,6 @@ def test_the_largest_value_that_a_histogram_keeps_has_a_bin_in_tensorboard(write
 @pytest.mark.parametrize(
     ("value", "error", "message"),
     [
-        (torch.ones(0, 3), ValueError, r"histogram 'w': got shape \(0, 3\); .*at least one element"),
         (torch.ones(2, dtype=torch.complex64), TypeError, r"dtype complex64"),
         (None, TypeError, r"histogram 'w': got None"),
         ([1.0, 2.0], TypeError, r"got a list; a histogram takes a tensor or array"),
@@ -308,6 +308,17 @@ def test_the_largest_value_that_a_histogram_keeps_has_a_bin_in_tensorboard(write
 def test_a_value_without_a_distribution_is_an_error(value: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         histogram("w", "w").compose(value)
+
+
+@pytest.mark.parametrize("value", [torch.ones(0, 3), np.ones(0), torch.ones(0, dtype=torch.bool)])
+def test_a_histogram_of_nothing_is_a_warning(value: Any, tmp_path: Path) -> None:
+    hook = SummarySaverHook(1, output_dir=tmp_path, summary_op=[histogram("w", "w"), {"loss": "loss"}])
+    with log_lines() as lines, MonitoredLoop(lambda: {"w": value, "loss": 0.5}, hooks=[hook]) as loop:
+        loop.run()
+    assert ("WARNING", "histogram 'w': got a value without elements; step 1 gets none") in lines
+    curves = event_files.read(tmp_path)
+    assert curves.Tags()["histograms"] == []
+    assert [point.step for point in curves.Scalars("loss")] == [1]
 
 
 # -- images -------------------------------------------------------------------------------------------------------

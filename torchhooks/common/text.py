@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchhooks.common.memory import array_of, ordinary
 from torchhooks.common.trees import GroupRates, Tree, map_leaves
 
 
@@ -91,7 +92,7 @@ class _Shown(reprlib.Repr):
     def repr_instance(self, x: object, level: int) -> str:
         if isinstance(x, os.PathLike):
             return super().repr1(os.fspath(x), level)
-        bulky = hasattr(x, "state_dict") or hasattr(x, "shape")
+        bulky = hasattr(x, "state_dict") or hasattr(type(x), "shape")
         return f"{type(x).__name__}(...)" if bulky and not isinstance(x, type) else super().repr_instance(x, level)
 
 
@@ -134,10 +135,17 @@ def float_name(value: float) -> str:
 
 def kind_of(value: object) -> str:
     """Return what a message says of a ``value`` that should be a number: the shape of a tensor or an array."""
+    if isinstance(value, GroupRates):
+        names = shortened([f'"lr/{name}"' for name in value.names], 4)
+        return f"the learning rates of {len(value)} parameter groups, which are {names}"
+    if isinstance(value, torch.Tensor):
+        if value.is_nested:
+            return "a nested tensor"
+        is_real = not (value.is_complex() or value.is_quantized)
+        kind = "tensor" if type(value) in (torch.Tensor, torch.nn.Parameter) else type(value).__name__
+        return f"a {kind} of shape {tuple(value.shape)}{'' if is_real else f' and dtype {value.dtype}'}"
     shape = getattr(value, "shape", None)
-    if shape is None:
-        return shown(value)
-    return f"{'a tensor' if isinstance(value, torch.Tensor) else 'an array'} of shape {tuple(shape)}"
+    return shown(value) if shape is None else f"an array of shape {tuple(shape)}"
 
 
 def installed_version() -> str:
@@ -206,14 +214,24 @@ def tag_of(fetch: object) -> str:
 
 
 def printable(value: Tree) -> Tree:
-    """Return a tensor as a NumPy scalar or array, in float32 if NumPy lacks its dtype; anything else as it is."""
+    """Return a tensor as a NumPy scalar or array, in float32 if NumPy lacks its dtype; anything else as it is.
+
+    A tensor that cannot be one, such as a nested one, is a text.
+    """
     if isinstance(value, torch.Tensor):
         try:
-            value = value.numpy()
+            value = array_of(value)
         except (TypeError, RuntimeError):  # sparse, conjugate, or a dtype that NumPy lacks
-            value = value.to_dense().resolve_conj()
-            value = (value if value.is_complex() else value.float()).numpy()
+            value = _printable(value)
     return value[()] if isinstance(value, np.ndarray) else value
+
+
+def _printable(tensor: torch.Tensor) -> object:
+    try:
+        tensor = ordinary(tensor)
+        return array_of(tensor if tensor.is_complex() else tensor.float())
+    except (TypeError, RuntimeError):
+        return kind_of(tensor)
 
 
 class _Bare:

@@ -27,7 +27,7 @@ import torch
 
 from torchhooks.common.errors import FetchError, NoRunYetError, add_note
 from torchhooks.common.log import logger
-from torchhooks.common.text import did_you_mean, shortened, shown
+from torchhooks.common.text import did_you_mean, kind_of, shortened, shown
 from torchhooks.common.trees import GroupRates, Leaf, detached, map_leaves, snapshot
 from torchhooks.fetches.names import (
     Closure,
@@ -320,7 +320,7 @@ class Evaluator:
             if tuple(suffix) in _WATCHED_SUFFIXES and self.session.model is not None:
                 has_value = not module or module in submodule_names(self.session.model)
             else:
-                has_value = self._look_up(name) is not _MISSING
+                has_value = self.is_given(name) or self._look_up(name) is not _MISSING
             if not has_value:
                 of_closure = "" if closure is None else f", a parameter of {describe(closure)}"
                 may_be_output = name.isidentifier() or any("." in output for output in self._outputs)
@@ -354,7 +354,7 @@ class Evaluator:
     def _named(self, name: str) -> Value:
         if name not in self._values:
             value = self._look_up(name)
-            self._values[name] = self._instead_of_missing(name) if value is _MISSING else snapshot(value)
+            self._values[name] = self._instead_of_missing(name) if value is _MISSING else self._copied(name, value)
         return self._values[name]
 
     def _instead_of_missing(self, name: str) -> Value:
@@ -372,7 +372,7 @@ class Evaluator:
 
     def _once(self, fetch: Fetch, value: Callable[[], Value]) -> Value:
         if id(fetch) not in self._values:
-            self._values[id(fetch)] = fetch, self._kept(value())  # with the fetch, so that its id stays its own
+            self._values[id(fetch)] = fetch, self._kept(fetch, value())  # with the fetch, so that its id stays its own
         return self._values[id(fetch)][1]
 
     def _closure(self, closure: Closure) -> Value:
@@ -381,11 +381,18 @@ class Evaluator:
         except TypeError:  # not hashable: identified by id instead
             return self._once(closure, lambda: self._call_by_name(closure))
         if closure not in self._values:
-            self._values[closure] = self._kept(self._call_by_name(closure))
+            self._values[closure] = self._kept(closure, self._call_by_name(closure))
         return self._values[closure]
 
-    def _kept(self, value: object) -> Value:
-        return snapshot(value) if self.copies else value
+    def _kept(self, fetch: Fetch, value: object) -> Value:
+        return self._copied(fetch, value) if self.copies else value
+
+    def _copied(self, fetch: Fetch, value: object) -> Value:
+        try:
+            return snapshot(value)
+        except Exception as error:
+            self._note(error, fetch, value)
+            raise
 
     def _call_by_name(self, closure: Closure) -> Value:
         args: list[Value] = []
@@ -444,7 +451,7 @@ class Evaluator:
         try:
             return fetch.compose(value)
         except BaseException as error:
-            self._note(error, fetch)
+            self._note(error, fetch, value)
             raise
 
     def _call(self, fetch: Fetch, function: Callable[[], Value]) -> Value:
@@ -462,9 +469,10 @@ class Evaluator:
             )
         return value
 
-    def _note(self, error: BaseException, fetch: Fetch) -> None:
+    def _note(self, error: BaseException, fetch: Fetch, value: Value = None) -> None:
         with contextlib.suppress(Exception):  # a fetch that cannot be printed must not replace the error
-            note = f"torchhooks: in {describe(fetch)}, which {self._caller} asked for"
+            got = f", of {kind_of(value)}" if isinstance(value, torch.Tensor) else ""
+            note = f"torchhooks: in {describe(fetch)}{got}, which {self._caller} asked for"
             # Once: a FetchError has the names itself, and so has the note of a part of this fetch.
             if not isinstance(error, FetchError) and _AVAILABLE not in "".join(getattr(error, "__notes__", ())):
                 note += _AVAILABLE + shortened([*self._all_names(), "model", "optimizer", "session", "outputs"])
@@ -519,7 +527,7 @@ class Evaluator:
         if name in self.feeds:
             return self.feeds[name]
         if name in self._outputs:
-            return detached(self._outputs[name]) if self.detaches else self._outputs[name]
+            return self._detached(name) if self.detaches else self._outputs[name]
         if name == "global_step":
             return self.session.global_step
         if name in SPEEDS:  # before the model and the arguments, which take longer to search
@@ -538,6 +546,14 @@ class Evaluator:
             known = _OF_LOOP[name](self.session)
             value = _MISSING if known is None else known
         return value
+
+    def _detached(self, name: str) -> Value:
+        value = self._outputs[name]
+        try:
+            return detached(value)
+        except Exception as error:
+            self._note(error, name, value)
+            raise
 
     def _all_names(self) -> list[str]:
         names = [*self.feeds, *map(str, self._outputs), "global_step"]

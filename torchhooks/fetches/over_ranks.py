@@ -156,9 +156,8 @@ class RanksEvaluator(Evaluator):
             self._combine(fetch)
         return self._combined[key][1]
 
-    def _kept(self, value: object) -> Value:
-        value = map_leaves(self._combined_norm, value)
-        return snapshot(value) if self.copies else value
+    def _kept(self, fetch: Fetch, value: object) -> Value:
+        return super()._kept(fetch, map_leaves(self._combined_norm, value))
 
     def _combined_norm(self, leaf: object) -> Value:
         if not isinstance(leaf, _NormOfShards):

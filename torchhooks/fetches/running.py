@@ -30,6 +30,7 @@ import torch
 
 from torchhooks.common.errors import FetchError, NoRunYetError, add_note
 from torchhooks.common.log import logger
+from torchhooks.common.memory import ordinary
 from torchhooks.common.text import kind_of
 from torchhooks.common.trees import as_snapshot, snapshot
 from torchhooks.device.accelerator import has_float64, host
@@ -611,7 +612,7 @@ class NumberSource:
             if is_remote(number):
                 return number
             number = number.item()
-        self.is_number = True
+        self.is_number = getattr(value, "layout", torch.strided) is torch.strided  # others have no item()
         self.numbers.append(number)
         if len(self.numbers) >= MOST_NUMBERS:
             self.add_up()
@@ -703,8 +704,8 @@ def as_number(value: Value, asked: str) -> Number:
     Raises:
         TypeError: it is neither; the message begins with what was ``asked`` for.
     """
-    if isinstance(value, (np.ndarray, np.generic)):
-        value = torch.as_tensor(value)
+    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biuf":
+        value = torch.as_tensor(value.astype(np.float64) if value.dtype.itemsize > 8 else value)  # of a long double
     if hasattr(value, "full_tensor"):  # of a DTensor, whose full value is a collective call
         if not all(placement.is_replicate() for placement in value.placements):
             raise TypeError(
@@ -712,8 +713,9 @@ def as_number(value: Value, asked: str) -> Number:
                 "lambda loss: loss.to_local(), for example"
             )
         value = value.to_local()
-    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
-        return value.detach().reshape(())
+    is_real = isinstance(value, torch.Tensor) and not (value.is_complex() or value.is_quantized or value.is_nested)
+    if is_real and value.numel() == 1:
+        return (value.detach() if value.layout is torch.strided else ordinary(value)).reshape(())
     is_number = isinstance(value, numbers.Real)
     if not is_number:
         raise TypeError(f"{asked} is over {kind_of(value)}: give one number, such as lambda losses: losses.mean()")

@@ -259,7 +259,7 @@ class BestCheckpointHook(PeriodicHook):
     def _number(self, value: Value) -> float:
         try:
             return float(to_host(value))  # waits for the device: the decision to save this state depends on it
-        except (TypeError, ValueError, RuntimeError):
+        except (TypeError, ValueError, RuntimeError, OverflowError):
             raise TypeError(
                 f"{describe(self._metric)} is {kind_of(value)}: the metric of a BestCheckpointHook must be one number"
             ) from None

@@ -77,7 +77,7 @@ class _StopByMetric(PeriodicHook):
         """Stop the loop if the ``value`` of the metric at ``step``, which is on the host, is a reason to."""
         try:
             number = float(value)
-        except (TypeError, ValueError, RuntimeError):
+        except (TypeError, ValueError, RuntimeError, OverflowError):
             raise TypeError(
                 f"{self._described} is {kind_of(value)}: the metric of a {type(self).__name__} must be one number"
             ) from None

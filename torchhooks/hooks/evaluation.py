@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from torchhooks.common.errors import FetchError, LifecycleError
 from torchhooks.common.log import logger
-from torchhooks.common.text import did_you_mean, printable, shown, tagged_line
+from torchhooks.common.text import did_you_mean, kind_of, printable, shown, tagged_line
 from torchhooks.common.timers import Due, GivenTimer, NeverTriggerTimer, due_now, given_timer
 from torchhooks.device.readback import is_remote, to_host
 from torchhooks.fetches.evaluation import ComposedFetch, leaves
@@ -287,9 +287,7 @@ class EvaluationHook(PeriodicHook):
 
     def _report(self, result: _Result, values: Results) -> None:
         """Log and write the results of one evaluation, whose ``values`` are on the host."""
-        self._values = _Values(
-            {name: getattr(value, "item", lambda number=value: number)() for name, value in values.items()}
-        )
+        self._values = _Values({name: summary.scalar(name, name).number(value) for name, value in values.items()})
         self._values_step = result.step
         texts = {name: printable(value) for name, value in values.items()}
         if self.writes and self._logs:
@@ -374,9 +372,9 @@ def _check_result(function: Closure, name: str, value: Value, *, is_whole: bool)
         summary.scalar(name, name).compose(value)
     except (TypeError, ValueError) as error:
         got = shown(value) if is_whole else shown({name: value})
-        shape = f", of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
+        kind = f", {kind_of(value)}" if hasattr(type(value), "shape") else ""
         raise type(error)(
-            f"{describe(function)} returned {got}{shape}: an evaluation returns one number, or a dict from name to "
+            f"{describe(function)} returned {got}{kind}: an evaluation returns one number, or a dict from name to "
             'number, such as {"val_loss": loss}'
         ) from None
 

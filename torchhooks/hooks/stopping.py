@@ -16,6 +16,7 @@ from torchhooks.checkpoints.saver import Refusal
 from torchhooks.common.checks import whole_number
 from torchhooks.common.errors import LifecycleError, NanLossDuringTrainingError
 from torchhooks.common.log import logger
+from torchhooks.common.memory import ordinary
 from torchhooks.common.text import shown
 from torchhooks.common.timers import NEVER, Due
 from torchhooks.common.trees import as_snapshot, copied, is_snapshot
@@ -219,7 +220,10 @@ class NanTensorHook(StandardHook):
             named = named_outputs(outputs)
             value = named[name] if name in named else None  # noqa: SIM401 - the user's mapping may have no get()
         if type(value) is torch.Tensor and host.holds(value) and value.numel() == 1:
-            value = value.item()
+            try:
+                value = value.item()
+            except RuntimeError:  # of a layout that has no item(): the check reads it
+                value = None
         if type(value) is float and math.isfinite(value):
             self._check.found = None  # forget the finding of an earlier run
             return False
@@ -326,10 +330,13 @@ class _NonFiniteCheck(ComposedFetch):
         """
         self._kinds = tuple(_TESTS) if also_inf else ("NaN",)
 
+    def __repr__(self) -> str:
+        return f"the check of {describe(self.fetch)} for NaN"
+
     def compose(self, value: Value) -> _CheckResult | None:
         self.found = None
         if type(value) is torch.Tensor and not is_remote(value) and value.numel() == 1:
-            value = value.item()
+            value = _number(value)
         if type(value) is float and (math.isfinite(value) or value is NOT_EVALUATED):
             return None  # fast path: nearly every run on a CPU
         here: list[Value] = []
@@ -367,9 +374,21 @@ def _flags(here: list[Value], there: list[torch.Tensor], test: str) -> list[Valu
     return [as_snapshot(flag) for flag in flags.values()]
 
 
+def _number(tensor: torch.Tensor) -> Value:
+    """Return the one element of ``tensor``, or ``tensor`` itself if it is of a layout that has no ``item()``."""
+    try:
+        return tensor.item()
+    except RuntimeError:
+        return tensor
+
+
 def _passes(value: Value, test: str) -> bool:
     """Return whether ``value``, which is on the host, or one of its elements passes ``"isnan"`` or ``"isinf"``."""
     if isinstance(value, torch.Tensor):
+        if value.is_nested:
+            return any(_passes(part, test) for part in value.unbind())
+        if value.layout is not torch.strided or value.is_quantized:
+            value = ordinary(value)
         if value.numel() != 1:
             return bool(getattr(value, test)().any())
         value = value.item()

@@ -23,7 +23,7 @@ from torchhooks.common.checks import folder
 from torchhooks.common.digests import BegunDigest, KnownSums
 from torchhooks.common.log import logger
 from torchhooks.common.stateful import Stateful, has_readable_state
-from torchhooks.common.text import did_you_mean, installed_version, shown
+from torchhooks.common.text import did_you_mean, installed_version, kind_of, shown
 from torchhooks.common.timers import GivenTimer
 from torchhooks.common.trees import as_snapshot
 from torchhooks.fetches.names import Value, bare_optimizer, named_outputs, parameters_of
@@ -362,14 +362,17 @@ def _numbers(outputs: object) -> Iterable[tuple[str, object]]:
     """Yield the numbers among what a step returned, by the names under which hooks fetch them."""
     for name, value in named_outputs(outputs).items():
         if isinstance(value, torch.Tensor):
-            if value.numel() == 1 and not value.is_complex() and not hasattr(value, "to_local"):
+            if type(value) is torch.Tensor and value.numel() == 1 and not value.is_complex():
                 yield str(name), value.detach()
         elif isinstance(value, (int, float, np.number)) and not isinstance(value, (bool, np.complexfloating)):
             yield str(name), value
 
 
 def _as_json(value: Any) -> float | str:
-    number = float(value)
+    try:
+        number = float(value)
+    except (OverflowError, RuntimeError):  # an integer beyond 1.8e308, or a tensor of a layout without it
+        return kind_of(value)
     return number if math.isfinite(number) else str(number)
 
 

@@ -24,6 +24,7 @@ import torch
 
 from torchhooks.common.errors import Attempts
 from torchhooks.common.log import logger
+from torchhooks.common.memory import array_of, ordinary
 from torchhooks.common.trees import GroupRates, Tree, snapshot
 from torchhooks.fetches.evaluation import ComposedFetch
 from torchhooks.fetches.names import Value
@@ -74,6 +75,8 @@ class SummaryOp(ComposedFetch):
     def _check_array(self, value: object, wanted: str) -> None:
         if not isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
             raise TypeError(self._message(_described(value), wanted))
+        if isinstance(value, torch.Tensor) and value.is_nested:
+            raise TypeError(self._message("a nested tensor", wanted))
         if not _dtype_name(value).startswith(("float", "bfloat", "int", "uint", "bool")):
             raise TypeError(self._message(f"a value of dtype {_dtype_name(value)}", wanted))
 
@@ -117,7 +120,7 @@ class scalar(SummaryOp):  # noqa: N801 - called like a function, as functools.pa
         return Summary(self, value)
 
     def _check(self, value: Value) -> None:
-        if type(value) is torch.Tensor and value.numel() == 1 and value.is_floating_point():
+        if type(value) is torch.Tensor and value.numel() == 1 and value.is_floating_point() and not value.is_nested:
             return  # fast path: most values are such tensors
         if type(value) is float:
             return
@@ -138,9 +141,9 @@ class scalar(SummaryOp):  # noqa: N801 - called like a function, as functools.pa
         if isinstance(value, torch.Tensor):
             try:
                 # Unlike Tensor.item(), this keeps the GIL, which a writer's background thread would take in between.
-                value = value.numpy().item()
-            except (TypeError, RuntimeError):  # a dtype or layout that numpy does not have
-                value = value.item()
+                value = (value.reshape(()) if value.ndim else value).tolist()
+            except RuntimeError:  # of a layout of which torch has no list
+                value = ordinary(value).item()
         elif isinstance(value, (np.ndarray, np.generic)):
             value = value.item()
         try:
@@ -161,7 +164,8 @@ class histogram(SummaryOp):  # noqa: N801
     >>> hook = SummarySaverHook(save_steps=100, output_dir="runs/1", summary_op=ops)
 
     Elements that have no bin in TensorBoard (NaN, infinities, numbers beyond 9e19) are left out, and a warning with
-    their number is logged. If no element is left, nothing is written.
+    their number is logged. If no element is left, nothing is written, nor for a value without elements, which is a
+    warning too.
     """
 
     _is_written = True
@@ -176,12 +180,10 @@ class histogram(SummaryOp):  # noqa: N801
         self._check(value)
         if self.copies or not self._is_written:
             return Summary(self, value)
-        return Summary(self, count(value) if can_count(value) else snapshot(value))
+        return Summary(self, count(value) if can_count(value) and 0 not in value.shape else snapshot(value))
 
     def _check(self, value: Value) -> None:
         self._check_array(value, "a histogram takes a tensor or array of real numbers")
-        if 0 in value.shape:
-            raise ValueError(self._message(f"shape {tuple(value.shape)}", "a histogram needs at least one element"))
         if is_sharded(value):
             wanted = "fetch the whole on every rank, lambda model: model.weight.full_tensor(), for example"
             raise TypeError(self._message(f"a DTensor of shape {tuple(value.shape)}", wanted))
@@ -189,6 +191,9 @@ class histogram(SummaryOp):  # noqa: N801
     def write(self, writer: SummaryWriter, value: object, step: int, walltime: float | None = None) -> None:
         if type(value) is not Counts:
             self._check(value)
+            if 0 in value.shape:  # type: ignore[attr-defined]
+                logger.warning("%s", self._message("a value without elements", f"step {step} gets none"))
+                return
         if type(value) is Counts or writer.takes_counts:
             raw, left_out = as_histogram(_counts(value))
             self._warn_of(left_out, left_out + (0 if raw is None else raw.num), step)
@@ -398,8 +403,9 @@ def _array(value: object) -> _Array:
     """Return a host value as an array. Dtypes that numpy does not have become float32; sparse tensors become dense."""
     if not isinstance(value, torch.Tensor):
         return np.asarray(value)
+    value = ordinary(value)
     known = not value.is_floating_point() or value.dtype in (torch.float16, torch.float32, torch.float64)
-    return np.asarray((value if known else value.float()).detach().to_dense().numpy())
+    return array_of(value if known else value.float())
 
 
 def _counts(value: Value) -> Counts:
