@@ -384,6 +384,27 @@ def test_lengths_tell_no_total_if_an_item_is_several_steps() -> None:
     assert totals(nested([1, 2, 3]), runs=2)[1:] == ["?"]
 
 
+@pytest.mark.parametrize("first", [0, 1, 2])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_first_item_with_a_step_of_the_optimizer_tells_no_total(accumulate: int, first: int) -> None:
+    terminal, parameter = Terminal(), torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.SGD([parameter], 0.1)
+    with FakeClock() as clock:
+
+        def step(item: int) -> None:
+            clock.advance(1.0)
+            if (item + first) % accumulate == 0:
+                optimizer.step()
+
+        hooks = [ProgressBarHook(file=terminal)]
+        with MonitoredLoop(step, optimizer=optimizer, hooks=hooks, step_unit="optimizer_step") as loop:
+            for item in loop.until_stop(range(9)):
+                loop.run(item)
+    found = [re.search(r"\d/(\d+) ", bar) for bar in terminal.refreshes[1:]]
+    known = [match[1] for match in found if match]
+    assert set(known) == ({"9"} if accumulate == 1 else set())
+
+
 def test_a_total_that_was_given_counts() -> None:
     bars = shown(0.1, 0.1, total=9, hooks=(StopAtStepHook(last_step=5),))
     assert "2/9" in bars[-1]

@@ -67,6 +67,8 @@ class LoopServices:
     """Makes every pending ``when_ready`` call, and waits for the device."""
     interrupted: Callable[[], bool] = bool
     """Returns whether a signal asked the loop to stop."""
+    steps_per_run: int = 1
+    """How many steps a run counts; 0 if the steps of the optimizer count instead."""
     warned: set[str] = field(default_factory=set)
     """What a warning was logged about that is logged once per loop."""
     unsaved: UnsavedParts | None = None
@@ -283,10 +285,12 @@ class Session:
     def expected_last_step(self) -> int | None:
         """The global step at which a StopAtStepHook or the end of the data will end the loop.
 
-        ``None`` if it is not known. The lengths of the data tell it if each item has been one step so far.
+        ``None`` if it is not known. The lengths of the data tell it if each item has been one step so far. The first
+        item alone does not show it if steps of the optimizer count: a step in every third item may begin with that one.
         """
         taken, total = (None if self.position is None else self.position.all_items) or (-1, 0)
-        by_data = total if taken == self.global_step and total < sys.maxsize else None
+        is_seen = taken == self.global_step and (taken > 1 or self._services.steps_per_run == 1)
+        by_data = total if is_seen and total < sys.maxsize else None
         ends = [by_data, *(hook.stops_at_step for hook in self.loop_hooks)]
         return min((each for each in ends if each is not None), default=None)
 

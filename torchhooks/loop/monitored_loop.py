@@ -319,6 +319,8 @@ class MonitoredLoop(Generic[R]):
     ) -> Generator[tuple[int, T], None, None]:
         """Yield ``(number, item)`` as :func:`enumerate` does, until the loop stops. Otherwise like :meth:`until_stop`.
 
+        With ``repeat``, each pass begins with ``start``: for a number over all passes, use ``loop.global_step``.
+
         >>> with MonitoredLoop(step, model, optimizer) as loop:
         ...     for i, inputs in loop.enumerate(batches):
         ...         loss = loop.run(inputs)
@@ -332,7 +334,7 @@ class MonitoredLoop(Generic[R]):
         Args:
             iterable: the items.
             start: the number of the first item.
-            resume, limit, repeat: as in :meth:`until_stop`. With ``repeat``, each pass begins with ``start``.
+            resume, limit, repeat: as in :meth:`until_stop`.
         """
         return self._items_of(iterable, resume, limit, repeat, whole_number(start, "start", 0))
 

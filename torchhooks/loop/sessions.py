@@ -77,6 +77,7 @@ class Sessions:
             inputs=arguments.step.parameters,
             drain=readback.drain,
             interrupted=self._is_interrupted,
+            steps_per_run=arguments.steps_per_run,
             unsaved=_watched_parts(arguments, state),
         )
         """What all sessions of the loop share."""
