@@ -95,7 +95,7 @@ def test_a_break_out_of_the_outermost_loop_finishes_the_training_run(tmp_path: P
     assert messages(lines, "WARNING") == [
         f"this training run is finished: {why}, at step 6. So until_stop yields nothing, and no run is made. "
         f"To train on, name its checkpoint, checkpoint_dir={str(tmp_path / 'model.ckpt-6')!r}; for a new training run, "
-        "give another checkpoint_dir"
+        "give another checkpoint_dir. If this loop is for the next epoch, create one loop for all epochs instead"
     ]
 
 
@@ -315,3 +315,78 @@ def test_a_finished_run_reports_nothing_twice_and_saves_nothing(every: int, tmp_
     assert [level for level, _ in lines] == ["INFO", "WARNING"]  # the restored step, and that it is finished
     assert [(checkpoint.path, checkpoint.order) for checkpoint in list_checkpoints(tmp_path)] == files
     assert calls == []
+
+
+# -- a finished training run in a notebook, and a loop for each epoch --------------------------------------------------
+
+
+def two_cells(directory: Path, first: Any = range(3), second: Any = range(4), *, resume: bool = True) -> list[int]:
+    """Return the items in which a loop over two ``until_stop``, one after the other, made runs, and its last step."""
+    loop, made = looped(directory), []
+    for data in (first, second):
+        for item in loop.until_stop(data, resume=resume):
+            loop.run()
+            made.append(item)
+    loop.close()
+    return [*made, loop.global_step]
+
+
+def test_a_new_loop_over_two_cells_says_how_to_train_on(tmp_path: Path, lines: Lines) -> None:
+    assert two_cells(tmp_path) == [0, 1, 2, 0, 1, 2, 3, 7]
+    assert two_cells(tmp_path) == [7]
+    (warning,) = messages(lines, "WARNING")
+    assert "or use until_stop(..., resume=False); for a new training run, give another checkpoint_dir" in warning
+    lines.clear()
+    assert two_cells(tmp_path, resume=False) == [0, 1, 2, 0, 1, 2, 3, 14]
+    assert two_cells(tmp_path, resume=False)[-1] == 21
+    assert messages(lines, "WARNING") == []
+
+
+def test_more_data_than_before_undo_what_is_repeated_on_the_way(tmp_path: Path) -> None:
+    two_cells(tmp_path)
+    assert two_cells(tmp_path, second=range(6)) == [4, 5, 9]
+
+
+def test_a_loop_with_more_data_goes_on_from_the_checkpoint_after_one_that_begins_again(tmp_path: Path) -> None:
+    two_cells(tmp_path)
+    loop, made = looped(tmp_path), []
+    for data, resume in ((range(3), False), (range(6), True)):
+        for item in loop.until_stop(data, resume=resume):
+            loop.run()
+            made.append(item)
+    loop.close()
+    assert (made, loop.global_step) == ([0, 1, 2, 4, 5], 9)
+
+
+def test_what_a_resumed_loop_repeats_is_undone_with_resume_false_too(tmp_path: Path) -> None:
+    """The training run was not finished: the first loop is on the way to the second."""
+    loop = looped(tmp_path)
+    for data in (range(3), range(4)):
+        for item in loop.until_stop(data, resume=False):
+            loop.run()
+            if (loop.global_step, item) == (5, 1):
+                loop.request_stop()
+    loop.close()
+    assert two_cells(tmp_path, resume=False) == [0, 1, 2, 0, 1, 2, 3, 9]
+
+
+def test_a_loop_for_each_epoch_is_told_of_one_loop_for_all(tmp_path: Path, lines: Lines) -> None:
+    for _ in range(2):
+        with looped(tmp_path) as loop:
+            for _ in loop.until_stop(range(BATCHES)):
+                loop.run()
+    (warning,) = messages(lines, "WARNING")
+    assert warning.endswith(". If this loop is for the next epoch, create one loop for all epochs instead")
+
+
+def finish(directory: str) -> None:
+    with looped(Path(directory)) as loop:
+        for _ in loop.until_stop(range(BATCHES)):
+            loop.run()
+
+
+def test_a_script_that_is_started_again_is_not(tmp_path: Path, lines: Lines) -> None:
+    assert call(finish, str(tmp_path)).code == 0
+    finish(str(tmp_path))
+    (warning,) = messages(lines, "WARNING")
+    assert warning.endswith("give another checkpoint_dir")

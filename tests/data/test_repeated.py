@@ -357,7 +357,8 @@ def test_a_finished_loop_that_the_script_skips_by_hand_is_reported(nested: bool,
     assert [text for level, text in lines if level == "WARNING" and "until_stop" in text] == [
         "this process has passed over the until_stop in which the checkpoint was saved. Loops are told apart by their "
         "order: begin the same loops in every process. A loop that had finished yields nothing, so do not skip it by "
-        "hand."
+        "hand. To begin again with the data, use until_stop(..., resume=False); for a new training run, give another "
+        "checkpoint_dir"
     ]
 
 

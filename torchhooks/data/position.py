@@ -85,6 +85,7 @@ class DataPosition:
         self._trained: Cursor | None = None  # the last outermost loop that had a run, but for the present one
         self._finished: str | None = None
         self._runs_when_finished = 0
+        self._trains_on = False  # whether a restored training run was finished, and goes on
         # From the restored checkpoint:
         self._path: list[SavedCursor] = []
         self._random: Saved | None = None  # None if another number of ranks has saved it
@@ -264,7 +265,9 @@ class DataPosition:
         self._loaders.restore(iterable, saved, again=not is_fresh)
         if self.is_repeating and is_reached:
             assert self.second_load is not None
-            self.second_load.load(self._counter.runs > 0)
+            # Where a finished training run goes on with resume=False, what earlier loops have just trained stays.
+            if not (is_fresh and self._trains_on and self._counter.runs):
+                self.second_load.load(self._counter.runs > 0)
             self.is_repeating, self.second_load = False, None
         # The random states of the process are set once, after all of the above, which may draw from them. Only the
         # iter() of a fresh loop comes later: it draws from these states, as it did the first time.
@@ -417,6 +420,7 @@ class DataPosition:
 
     def train_on(self) -> None:
         """Continue a training run that was finished: it has more data than before, or its checkpoint was chosen."""
+        self._trains_on = self._trains_on or self._finished is not None
         self._finished = None
         self._path[:1] = [cursor._replace(left=False) for cursor in self._path[:1]]
 
@@ -500,7 +504,9 @@ def outer_position(states: list[Saved | None]) -> Saved | None:
 
 _NOT_REACHED = (
     "this process has passed over the until_stop in which the checkpoint was saved. Loops are told apart by their "
-    "order: begin the same loops in every process. A loop that had finished yields nothing, so do not skip it by hand."
+    "order: begin the same loops in every process. A loop that had finished yields nothing, so do not skip it by hand. "
+    "To begin again with the data, use until_stop(..., resume=False); for a new training run, give another "
+    "checkpoint_dir"
 )
 _IN_PROGRESS = "That item cannot be yielded again, and may have been processed only in part."
 _SIDE_BY_SIDE = (

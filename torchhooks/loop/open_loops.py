@@ -28,6 +28,13 @@ def note_open_loop(loop: object, arguments: LoopArguments, state: LoopState) -> 
         for conflict in filter(None, map(this.conflict_with, _open_loops())):
             raise ValueError(conflict)
         _open.append(this)
+        for folder in this.saves:
+            _number_of_loops[folder] = _number_of_loops.get(folder, 0) + 1
+
+
+def follows_another(folder: str) -> bool:
+    """Return whether two loops of this process or more save checkpoints in ``folder``, one after the other."""
+    return _number_of_loops.get(os.path.realpath(folder), 0) > 1
 
 
 def is_of_a_loop(part: object) -> bool:
@@ -43,7 +50,7 @@ class _OpenLoop:
         self._process = os.getpid()
         self._rank = arguments.ranks.rank
         folders = (hook.checkpoint_dir for hook in arguments.hooks if hook.saves_checkpoints)
-        self._saves = {os.path.realpath(folder): folder for folder in folders if folder is not None}
+        self.saves = {os.path.realpath(folder): folder for folder in folders if folder is not None}
         self._restores: dict[str, str] = {}
         if arguments.checkpoint_dir is not None and arguments.checkpoint is None:  # one that was chosen stays the same
             self._restores = {os.path.realpath(arguments.checkpoint_dir): arguments.checkpoint_dir}
@@ -76,9 +83,9 @@ class _OpenLoop:
         two = "or give them two folders"
         named = "give them two folders, or name the checkpoint to restore, such as model.ckpt-600 in it"
         for own, of_other, does, would, way_out in (
-            (self._saves, other._saves, "saves checkpoints there", "would replace them by others", two),
-            (self._restores, other._saves, "saves checkpoints there", "would restore them", named),
-            (self._saves, other._restores, "restores checkpoints from there", "would save others there", two),
+            (self.saves, other.saves, "saves checkpoints there", "would replace them by others", two),
+            (self._restores, other.saves, "saves checkpoints there", "would restore them", named),
+            (self.saves, other._restores, "restores checkpoints from there", "would save others there", two),
         ):
             for folder in own.keys() & of_other.keys():
                 return (
@@ -89,6 +96,8 @@ class _OpenLoop:
 
 
 _open: list[_OpenLoop] = []
+_number_of_loops: dict[str, int] = {}
+"""By folder, how many loops of this process save checkpoints there, or have done so."""
 _lock = threading.RLock()  # the garbage collector may call code of the script, which creates a loop
 
 

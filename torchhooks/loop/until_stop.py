@@ -13,6 +13,7 @@ from torchhooks.common.log import logger
 from torchhooks.data.cursor import BETWEEN_ITEMS, ENDED, IN_ITEM, Cursor, name_of, shortened_limit
 from torchhooks.data.position import DATA_ENDED
 from torchhooks.lifecycle.loop_state import IDLE, RUNNING, LeftBySignalError, Phase, Stop, StoppedBy
+from torchhooks.loop.open_loops import follows_another
 from torchhooks.loop.runner import Runner
 
 T = TypeVar("T")
@@ -32,8 +33,9 @@ _NONE_LEFT = (
 )
 _FINISHED = (
     "this training run is finished: %s, at step %d. So until_stop yields nothing, and no run is made. To train on, %s; "
-    "for a new training run, give another checkpoint_dir"
+    "for a new training run, give another checkpoint_dir%s"
 )
+_ONE_LOOP = ". If this loop is for the next epoch, create one loop for all epochs instead"
 _EMPTY = "%s yielded no item: check that its data are not empty, and not an iterator that is used up"
 
 
@@ -264,8 +266,13 @@ class DataLoops:
         self._state.decide(Stop(why, StoppedBy.END))
         if self._runner.session.ranks.is_chief:
             named = f"name its checkpoint, checkpoint_dir={self._runner.sessions.restored_from!r}"
-            way = "give it more data than before, such as a longer range" if why == DATA_ENDED else named
-            logger.warning(_FINISHED, "the data ended" if why == DATA_ENDED else why, self._state.global_step, way)
+            more = "give it more data than before, such as a longer range, or use until_stop(..., resume=False)"
+            ended, folder = why == DATA_ENDED, self._runner.session.checkpoint_dir
+            next_epoch = _ONE_LOOP if folder is not None and follows_another(folder) else ""
+            logger.warning(
+                _FINISHED,
+                *("the data ended" if ended else why, self._state.global_step, more if ended else named, next_epoch),
+            )
 
     def decide_finish(self, leaves_with_block: bool) -> str | None:
         """Return why the training run is finished, now that the loop closes without an error; ``None`` if it is not.
