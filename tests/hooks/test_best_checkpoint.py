@@ -42,7 +42,7 @@ from torchhooks import (
 )
 from torchhooks.checkpoints.saver import scored_checkpoints
 from torchhooks.common.files import Disk
-from torchhooks.testing import RecordingHook, plain, trace
+from torchhooks.testing import RecordingHook, log_lines, plain, trace
 
 
 def kept(folder: Path) -> list[int]:
@@ -555,8 +555,10 @@ def test_a_hook_with_a_state_after_it_is_warned_of(tmp_path: Path) -> None:
     class Counting(SessionRunHook, Box):
         pass
 
-    seen = trace(BestCheckpointHook(tmp_path, "loss", save_steps=1, mode="max"), Counting(), losses=[])
-    assert [text for level, text in seen.lines if level == "WARNING" and "comes after" in text] != []
+    hooks = [BestCheckpointHook(tmp_path, "loss", save_steps=1, mode="max"), Counting()]
+    with log_lines() as lines, MonitoredLoop(lambda: 0.5, hooks=hooks) as loop:
+        loop.run()
+    assert [text for level, text in lines if level == "WARNING" and "comes after" in text] != []
 
 
 # -- resuming ---------------------------------------------------------------------------------------------------------

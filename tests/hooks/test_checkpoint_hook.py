@@ -26,6 +26,7 @@ from torchhooks import (
     CheckpointSaverHook,
     CheckpointSaverListener,
     Coordinator,
+    EvaluationHook,
     MonitoredLoop,
     NanLossDuringTrainingError,
     NanTensorHook,
@@ -848,7 +849,9 @@ def test_a_state_is_restored_before_after_create_session(tmp_path: Path) -> None
 
 def test_one_after_the_saver_is_warned_about(tmp_path: Path, lines: Lines) -> None:
     saver = CheckpointSaverHook(tmp_path, save_steps=9)
-    MonitoredLoop(lambda: None, hooks=[saver, Counting()], checkpoint_dir=tmp_path).close()
+    with MonitoredLoop(lambda: None, hooks=[saver, Counting()], checkpoint_dir=tmp_path) as loop:
+        loop.run()
+        loop.run()
     assert warnings_in(lines) == [
         f"Counting() comes after {saver!r}, so without until_stop, checkpoints contain its state from before the run: "
         "move it to the front"
@@ -857,7 +860,26 @@ def test_one_after_the_saver_is_warned_about(tmp_path: Path, lines: Lines) -> No
 
 def test_one_before_the_saver_is_not(tmp_path: Path, lines: Lines) -> None:
     hooks = [Counting(), CheckpointSaverHook(tmp_path, save_steps=9)]
-    MonitoredLoop(lambda: None, hooks=hooks, checkpoint_dir=tmp_path).close()
+    with MonitoredLoop(lambda: None, hooks=hooks, checkpoint_dir=tmp_path) as loop:
+        loop.run()
+    assert not warnings_in(lines)
+
+
+def test_one_that_only_reports_may_come_after_the_saver(tmp_path: Path, lines: Lines) -> None:
+    hooks = [CheckpointSaverHook(tmp_path, save_steps=9), EvaluationHook(lambda: 1.0, every_n_steps=1)]
+    with MonitoredLoop(lambda: None, hooks=hooks, checkpoint_dir=tmp_path) as loop:
+        loop.run()
+    assert not warnings_in(lines)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_one_after_the_saver_in_an_until_stop_is_not(tmp_path: Path, lines: Lines, nested: bool) -> None:
+    counting = Counting()
+    hooks = [CheckpointSaverHook(tmp_path, save_steps=2), counting]
+    with MonitoredLoop(lambda: None, hooks=hooks, checkpoint_dir=tmp_path) as loop:
+        for _ in loop.until_stop(range(4)):
+            for _ in loop.until_stop(range(2)) if nested else [0]:
+                loop.run()
     assert not warnings_in(lines)
 
 

@@ -6,7 +6,7 @@ import inspect
 import itertools
 import os
 import signal
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -217,16 +217,11 @@ def check_collective_hooks(hooks: Iterable[SessionRunHook], ranks: Ranks) -> Non
 def check_hook_states(hooks: Iterable[SessionRunHook]) -> dict[str, StatefulHook]:
     """Return the hooks that have a state, by the name under which it is saved: ``hook.name``, or its class's.
 
-    Logs a warning for a hook that comes after a hook that saves checkpoints.
-
     Raises:
         ValueError: two hooks have the same name.
     """
     named: dict[str, Any] = {}
-    saver: SessionRunHook | None = None
     for hook in hooks:
-        if hook.saves_checkpoints:
-            saver = saver or hook
         if has_state(hook):
             name = hook.name or type(hook).__name__
             if hook.state_is_optional:
@@ -237,14 +232,22 @@ def check_hook_states(hooks: Iterable[SessionRunHook]) -> dict[str, StatefulHook
                     "name, in an attribute called name"
                 )
             named[name] = hook
-            if saver is not None and not hook.state_is_optional:
-                logger.warning(
-                    "%r comes after %r, so without until_stop, checkpoints contain its state from before the run: "
-                    "move it to the front",
-                    hook,
-                    saver,
-                )
     return named
+
+
+def warn_of_late_hooks(hooks: Sequence[SessionRunHook], states: Mapping[str, StatefulHook]) -> None:
+    """Log a warning for each of ``hooks`` that has a state and comes after a hook that saves checkpoints.
+
+    Called after a first run that is not in an ``until_stop``, where a checkpoint is saved after all hooks.
+    """
+    saver = next((hook for hook in hooks if hook.saves_checkpoints), None)
+    for hook in () if saver is None else hooks[hooks.index(saver) :]:
+        if any(each is hook and not each.state_is_optional for each in [*states.values()]):  # type: ignore[comparison-overlap]
+            logger.warning(
+                "%r comes after %r, so without until_stop, checkpoints contain its state from before the run: move it "
+                "to the front",
+                *(hook, saver),
+            )
 
 
 def _numbered(name: str) -> Iterator[str]:

@@ -61,7 +61,7 @@ from torchhooks.lifecycle.hook import (
 from torchhooks.lifecycle.loop_state import NO_OUTPUTS, RUNNING, LoopState, Phase, StoppedBy
 from torchhooks.lifecycle.recovery import Recovery
 from torchhooks.lifecycle.session import Session
-from torchhooks.loop.arguments import LoopArguments
+from torchhooks.loop.arguments import LoopArguments, warn_of_late_hooks
 from torchhooks.loop.caught import CaughtErrors, Place
 from torchhooks.loop.rank_sync import RankSync
 from torchhooks.loop.schedule import HookSlot, Schedule, by_index, note_hook
@@ -493,6 +493,8 @@ class Runner:
                     self.warn_of_no_step()
             else:
                 self._look_up_names()
+                if not self.deferred.depth() and self.session.ranks.is_chief:
+                    warn_of_late_hooks([slot.hook for slot in self.schedule.all_hooks], self.session.hooks)
         if readback.waiting:
             state.set_pending()
             readback.end_run()
