@@ -35,6 +35,7 @@ from torchhooks import (
     StopIfHigherHook,
     SummarySaverHook,
     grad_norm,
+    latest,
     over_ranks,
     param_norm,
     running_mean,
@@ -1118,3 +1119,25 @@ def test_an_init_fn_can_evaluate_fetches() -> None:
     with MonitoredLoop(int, nn.Linear(2, 1), scaffold=Scaffold(init_fn)):
         pass
     assert seen == [(1, 2)]
+
+
+@pytest.mark.parametrize("returned", [{}, None])
+@pytest.mark.parametrize("failed", [0, 2])
+def test_a_step_that_catches_its_error_gets_the_hint_of_latest(returned: Any, failed: int) -> None:
+    def step(number: int) -> Any:
+        try:
+            if number == failed:
+                raise ValueError
+        except ValueError:
+            return returned
+        return {"loss": 0.5}
+
+    def train(fetch: Any) -> None:
+        with MonitoredLoop(step, hooks=[LoggingTensorHook({"loss": fetch}, every_n_steps=1)]) as loop:
+            for number in loop.until_stop(range(4)):
+                loop.run(number)
+
+    with pytest.raises(FetchError, match=r"If it is so in some runs only, fetch latest\('loss'\)\."):
+        train("loss")
+    if failed:
+        train(latest("loss"))

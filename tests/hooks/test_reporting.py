@@ -13,17 +13,20 @@ import numpy as np
 import pytest
 import torch
 from support.events import curve
+from support.packages import import_or_skip
 
 from torchhooks import (
     EverySteps,
     FinalOpsHook,
     LoggingTensorHook,
     MonitoredLoop,
+    ProgressBarHook,
     SessionRunHook,
     StepCounterHook,
     StopAtStepHook,
     SummarySaverHook,
     SummaryWriterCache,
+    grad_norm,
 )
 from torchhooks.common.trees import map_leaves
 from torchhooks.testing import FakeClock, RecordingHook, RecordingWriter, log_lines, trace
@@ -589,3 +592,45 @@ def test_outputs_that_cannot_be_rebuilt_do_not_matter_to_other_fetches(outputs: 
         if isinstance(outputs, dict):
             assert loop.session.run(["n", lambda loss, n: n]) == [7, 7]
     assert hook.final_ops_values["step"] == 1
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+def norm_of_weight(model: torch.nn.Module) -> Any:
+    gradients = [each.grad for each in model.parameters()]
+    return None if gradients[0] is None else gradients[0].norm()
+
+
+@pytest.mark.parametrize("at_end", [True, False])
+@pytest.mark.parametrize("fetch", ["weight.grad", grad_norm(), norm_of_weight])
+@pytest.mark.parametrize("hook", ["log", "bar"])
+def test_gradients_that_the_step_has_removed_are_warned_of_once(fetch: Any, at_end: bool, hook: str) -> None:
+    import_or_skip("tqdm")
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step() -> torch.Tensor:
+        if not at_end:
+            optimizer.zero_grad()
+        loss: torch.Tensor = model(torch.ones(1, 2)).sum()
+        loss.backward()
+        optimizer.step()
+        if at_end:
+            optimizer.zero_grad()
+        return loss
+
+    values = {"g": fetch, "none": lambda: None}
+    made: Any = LoggingTensorHook(values, every_n_steps=1) if hook == "log" else ProgressBarHook(values=values)
+    with log_lines() as lines, MonitoredLoop(step, model, optimizer, hooks=[made]) as loop:
+        for _ in loop.until_stop(range(3)):
+            loop.run()
+    warnings = [text for level, text in lines if level == "WARNING"]
+    assert [text.partition(":")[0] for text in warnings] == ["g is None"] * at_end
+    assert all("call that at its beginning instead" in text for text in warnings)
+
+
+def test_a_value_of_none_that_is_no_gradient_is_no_warning() -> None:
+    with log_lines() as lines, MonitoredLoop(lambda: {"loss": None}, hooks=[LoggingTensorHook(["loss"], 1)]) as loop:
+        loop.run()
+    assert [text for level, text in lines if level == "WARNING"] == []

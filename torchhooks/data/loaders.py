@@ -115,11 +115,15 @@ class Loaders:
     def _own_state(self, loader: Any) -> dict[str, Any]:
         """Return the ``state_dict()`` of ``loader``; nothing, with one warning for each kind of loader, if it raises.
 
-        A loader that Accelerate has prepared has the method, but no state.
+        Without a warning for a DataLoader that Accelerate has prepared: the wrapper has the method, which asks the
+        DataLoader in it for an attribute that none has. Its place is restored by skipping items.
         """
         try:
             return {"state": loader.state_dict()}
         except Exception as error:
+            owner = error.obj if isinstance(error, AttributeError) else None
+            if isinstance(owner, DataLoader) and owner is not loader:
+                return {}
             if (name := name_of(loader)) not in self._stateless:
                 self._stateless.add(name)
                 logger.warning("the state_dict() of %s raised %s. %s", name, brief(error), _AS_PLAIN)

@@ -490,7 +490,7 @@ class Evaluator:
         names = self._all_names()
         message += f".{did_you_mean(name, names)}{hint} Available: {shortened(names)}."
         if self.ran:
-            return FetchError(message + self._unnamed_outputs())
+            return FetchError(message + self._unnamed_outputs(name))
         return NoRunYetError(f"{message} The outputs of the step exist only after a run in which it returned.")
 
     def _elsewhere(self, name: str) -> str:
@@ -508,13 +508,16 @@ class Evaluator:
             return f" If the step returns it in some runs only, fetch latest({name!r})."
         return ""
 
-    def _unnamed_outputs(self) -> str:
+    def _unnamed_outputs(self, name: str) -> str:
         """Return a hint for outputs that have no names of the user's choice, after a space."""
         outputs = self.outputs
+        # Nothing may also be what the step returns from a run whose error it has caught.
+        latest = f" If it is so in some runs only, fetch latest({name!r})." if name.isidentifier() else ""
         if type(outputs) is dict and not outputs:
-            return ' The outputs are an empty dict: put what hooks ask for into it, such as outputs["loss"] = loss.'
+            wanted = 'put what hooks ask for into it, such as outputs["loss"] = loss.'
+            return f" The outputs are an empty dict: {wanted}{latest}"
         if outputs is None:
-            return " The step returned None: return what hooks ask for, such as the loss."
+            return f" The step returned None: return what hooks ask for, such as the loss.{latest}"
         kind = type(outputs).__name__
         if not self._outputs and not isinstance(outputs, Mapping):
             return f" The step returned {shown(outputs)}, of type {kind}, which has no names: return a dict instead."

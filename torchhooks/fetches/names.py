@@ -195,6 +195,17 @@ def describe(fetch: Fetch) -> str:
     return fetch if isinstance(fetch, str) else repr(fetch)
 
 
+def reads_gradients(fetch: Fetch) -> bool:
+    """Return whether ``fetch`` is the gradient of a parameter, or a function in which ``.grad`` stands."""
+    if isinstance(fetch, str):
+        return fetch.endswith(".grad")
+    code = getattr(fetch, "__code__", None)
+    codes = [] if code is None else [code]
+    for each in codes:
+        codes += [inner for inner in each.co_consts if isinstance(inner, types.CodeType)]  # of a comprehension
+    return any("grad" in each.co_names for each in codes)
+
+
 # -- the optimizer ----------------------------------------------------------------------------------------------------
 
 

@@ -24,7 +24,7 @@ from torchhooks.common.trees import GroupRates, map_leaves
 from torchhooks.device.readback import to_host
 from torchhooks.fetches.evaluation import watched_names
 from torchhooks.fetches.names import Fetch, Value
-from torchhooks.hooks.reporting import check_available_at_end
+from torchhooks.hooks.reporting import check_available_at_end, warn_of_missing_gradients
 from torchhooks.lifecycle.coordinator import Coordinator
 from torchhooks.lifecycle.hook import SessionRunArgs, SessionRunContext, SessionRunValues, StandardHook
 from torchhooks.lifecycle.session import Session
@@ -137,6 +137,8 @@ class ProgressBarHook(StandardHook):
             self._begun = time.time(), count.done
         self._begins = run_context.ends_epoch
         if self._due:
+            if run_values.results is not None:
+                warn_of_missing_gradients(run_context.session, self._tensors, run_values.results)
             show = functools.partial(self._show_run, count, self._begun, run_context.ends_epoch)
             run_context.when_ready(run_values.results or (), show)
 

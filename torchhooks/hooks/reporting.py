@@ -13,7 +13,7 @@ from torchhooks.common.timers import GivenTimer, NeverTriggerTimer, check_one_pe
 from torchhooks.common.trees import map_leaves
 from torchhooks.device.readback import to_host
 from torchhooks.fetches.evaluation import watched_names
-from torchhooks.fetches.names import Fetch, Value, check_feed_names
+from torchhooks.fetches.names import Fetch, Value, check_feed_names, reads_gradients
 from torchhooks.lifecycle.coordinator import Coordinator
 from torchhooks.lifecycle.evaluating import evaluating
 from torchhooks.lifecycle.hook import (
@@ -113,6 +113,7 @@ class LoggingTensorHook(PeriodicHook):
 
     def run_due(self, run_context: SessionRunContext, values: tuple[Value, ...]) -> None:
         if self.writes:
+            warn_of_missing_gradients(run_context.session, self._tensors, values)
             run_context.when_ready(values, partial(self._log, self._tensors, self.elapsed_secs))
 
     def end(self, session: Session) -> None:
@@ -243,6 +244,18 @@ def _point(tag: str, value: Value) -> summary.Summary | None:
     except (TypeError, ValueError):
         return None
     return point
+
+
+def warn_of_missing_gradients(session: Session, fetches: Mapping[str, Fetch], values: Iterable[Value]) -> None:
+    """Log a warning, once a loop, if one of ``values``, those of ``fetches``, is ``None`` instead of a gradient."""
+    for tag, value in zip(fetches, values, strict=True):
+        if value is None and "gradients" not in session.warned and reads_gradients(fetches[tag]):
+            session.warned.add("gradients")
+            logger.warning(
+                "%s is None: fetches are evaluated after the step, which has left no gradient there. If it ends with "
+                "optimizer.zero_grad(), call that at its beginning instead, or return what to log from the step",
+                tag,
+            )
 
 
 def check_available_at_end(hook: SessionRunHook, fetches: Fetch) -> None:
