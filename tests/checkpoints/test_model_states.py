@@ -57,7 +57,8 @@ class Versioned(nn.Module):
 
 
 def bare(value: float) -> nn.Module:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.BatchNorm1d(2), Versioned()))
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.BatchNorm1d(2), Versioned(), Mean()))
+    model[1][2].mean = torch.zeros(()) if value else None  # type: ignore[index]
     for tensor in model.state_dict().values():
         tensor.fill_(value)
     return model
@@ -416,4 +417,5 @@ def test_a_parameter_without_a_shape_in_any_module_is_no_error(tmp_path: Path) -
     model = nn.Module()
     model.register_parameter("weight", nn.UninitializedParameter())  # type: ignore[arg-type]
     hooks = [BestCheckpointHook(metric="loss", mode="min", every_n_steps=1)]
-    MonitoredLoop(lambda: 0.5, model, hooks=hooks, checkpoint_dir=tmp_path).close()
+    with MonitoredLoop(lambda: 0.5, model, hooks=hooks, checkpoint_dir=tmp_path) as loop:
+        assert loop.global_step == 0

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 
 import torch
 
 from torchhooks.common.trees import Tree
 from torchhooks.fetches.names import canonical
+
+_HIDDEN = re.compile(r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.")
+"""The wrappers that take their own name out of a state, and put it back when one is loaded."""
 
 # -- names -------------------------------------------------------------------------------------------------------------
 
@@ -20,15 +24,17 @@ def renamed(module: torch.nn.Module, state: dict[str, Tree]) -> dict[str, Tree]:
     like = module.state_dict()
     names = {name: name for name in state}
     if not all(name in state for name in like):
-        own = {_without_wrappers(name): name for name in like}
-        names = {name: own.get(_without_wrappers(name), name) for name in state}
+        own, paths = {_without_wrappers(name): name for name in like}, _paths_in_state(module)
+        bare = {name: _without_wrappers(name) for name in state}
+        # What the module does not have yet, such as a buffer that is None, is under the path of its submodule.
+        names = {name: own.get(each) or _at_known_path(each, paths) for name, each in bare.items()}
         if len(own) < len(like) or len(set(names.values())) < len(names):
             return state
     elif _versions(state).keys() == _versions(like).keys():
         return state
     versions = {_without_wrappers(path): version for path, version in _versions(state).items()}
     found = {path: _without_wrappers(path) for path in _versions(like)}
-    return _with_names(state, names, {path: versions[bare] for path, bare in found.items() if bare in versions})
+    return _with_names(state, names, {path: versions[each] for path, each in found.items() if each in versions})
 
 
 def bare_state(state: dict[str, Tree]) -> dict[str, Tree]:
@@ -47,6 +53,16 @@ def _without_wrappers(name: str) -> str:
     # Also in the middle, where DistributedDataParallel wraps a part of the model. It may be the model's own name: then
     # two names may become the same.
     return ".".join(part for part in canonical(name).split(".") if part != "module")
+
+
+def _paths_in_state(module: torch.nn.Module) -> dict[str, str]:
+    """Return the path of each submodule as the names in a state begin with it, by its path without wrappers."""
+    paths = [f"{path}." if path else "" for path, _ in module.named_modules(remove_duplicate=False)]
+    return {_without_wrappers(path): _HIDDEN.sub("", path) for path in paths}  # of two, the wrapped module is the last
+
+
+def _at_known_path(bare: str, paths: Mapping[str, str]) -> str:
+    return next(paths[path] + bare[len(path) :] for path in _paths_to(bare) if path in paths)
 
 
 def _versions(state: dict[str, Tree]) -> dict[str, Tree]:
