@@ -36,7 +36,7 @@ from torchhooks import (
     StopAtStepHook,
     Variables,
 )
-from torchhooks.testing import RecordingHook
+from torchhooks.testing import RecordingHook, log_lines
 
 Lines = list[tuple[str, str]]
 
@@ -500,3 +500,35 @@ def test_a_training_run_that_is_killed_and_resumed_ends_with_the_same_bits(tmp_p
 
 if __name__ == "__main__":
     train_recurrent(sys.argv[1], None if sys.argv[2] == "None" else int(sys.argv[2]))
+
+
+ODD: dict[str, Callable[[float], torch.Tensor]] = {
+    "csr": lambda value: (torch.eye(40) * value).to_sparse_csr(),
+    "csc": lambda value: (torch.eye(40) * value).to_sparse_csc(),
+    "bsr": lambda value: (torch.eye(40) * value).to_sparse_bsr((2, 2)),
+    "coo": lambda value: (torch.eye(40) * value).to_sparse(),
+    "quantized": lambda value: torch.quantize_per_tensor(torch.full((2000,), value), 0.5, 0, torch.quint8),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # torch says that some are in beta
+@pytest.mark.parametrize("name", ODD)
+def test_a_sparse_or_quantized_variable_continues(name: str, tmp_path: Path) -> None:
+    def train(last_step: int, value: float) -> tuple[Variables, list[str]]:
+        variables = Variables(odd=ODD[name](value))
+        hooks = [CheckpointSaverHook(tmp_path, save_steps=100), StopAtStepHook(last_step=last_step)]
+        with (
+            log_lines() as lines,
+            MonitoredLoop(lambda: None, hooks=hooks, checkpoint_dir=tmp_path, state={"vars": variables}) as loop,
+        ):
+            for _ in loop.until_stop(range(2)):
+                for _ in loop.until_stop(range(3)):
+                    loop.run()
+        return variables, [text for _, text in lines if "the script changed" in text]
+
+    train(2, 2.0)
+    variables, changed = train(4, 1.0)
+    assert variables.odd.layout is ODD[name](2.0).layout
+    whole = variables.odd.dequantize() if variables.odd.is_quantized else variables.odd.to_dense()
+    assert whole.max() == 2.0
+    assert changed == []

@@ -35,7 +35,7 @@ from torchhooks.checkpoints.training_state import (
 from torchhooks.common.errors import CheckpointError, add_note
 from torchhooks.common.log import logger
 from torchhooks.common.random_states import set_random_states
-from torchhooks.common.stateful import Stateful
+from torchhooks.common.stateful import Stateful, deep_copy
 from torchhooks.common.text import shortened
 from torchhooks.common.trees import Tree, changes_in_place
 from torchhooks.data.cursor import SavedCursor
@@ -411,6 +411,8 @@ class _Mark:
             return other._tensor is self._tensor and self._sign == other._sign
         if changes_in_place(self._tensor) != self._sign:
             return False  # changed in place
+        if self._tensor is other._tensor:  # also of a layout that torch cannot compare
+            return True
         try:
             # The second is for a state_dict() that returns new tensors each time.
             return self._tensor.is_set_to(other._tensor) or (
@@ -437,7 +439,7 @@ def _changes(mark: Tree, now: Tree) -> Tree:
         return _UNCHANGED if all(each is _UNCHANGED for each in items) else type(now)(items)
     if isinstance(mark, _Mark) and mark.is_still(now):
         return _UNCHANGED
-    return copy.deepcopy(now)
+    return deep_copy(now)
 
 
 def _with_changes(changes: Tree, state: Tree) -> Tree:

@@ -153,10 +153,8 @@ class BegunDigest:
                 self.sums.append(mixed_sum(_bits(tensor)))
             return
         self._note(text)
-        if tensor.layout is torch.sparse_coo and not tensor.is_meta:
-            whole = tensor.detach().coalesce()
-            self._add_tensor(whole.indices())
-            self._add_tensor(whole.values())
+        for part in _parts_of(tensor.detach()):
+            self._add_tensor(part)
 
     def _sum_on_host(self, tensor: torch.Tensor) -> int:
         known, _ = self._known.get(id(tensor), (None, None))
@@ -179,6 +177,20 @@ def has_plain_elements(tensor: torch.Tensor) -> bool:
         and tensor.layout is torch.strided
         and not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)
     )
+
+
+def _parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the tensors that a sparse or quantized one consists of."""
+    if tensor.is_meta:
+        return ()
+    if tensor.layout is torch.sparse_coo:
+        whole = tensor.coalesce()
+        return whole.indices(), whole.values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor.int_repr(), tensor.dequantize()) if tensor.is_quantized else ()
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

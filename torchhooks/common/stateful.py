@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from types import NoneType
@@ -132,12 +133,25 @@ class PlainCopy:
             self._inside.discard(id(value))
 
     def _dict(self, value: dict[Tree, Tree], keys: tuple[object, ...]) -> dict[Tree, Tree]:
-        copy = type(value)()
+        plain = type(value)()
         for key, item in value.items():
-            copy[key if type(key) is str else self(key, (*keys, key))] = self(item, (*keys, key))
+            plain[key if type(key) is str else self(key, (*keys, key))] = self(item, (*keys, key))
         if isinstance(value, OrderedDict):  # the state of a module has its version in an attribute, _metadata
-            vars(copy).update(self._dict(vars(value), keys))
-        return copy
+            vars(plain).update(self._dict(vars(value), keys))
+        return plain
+
+
+def deep_copy(value: Tree) -> Tree:
+    """Return what ``copy.deepcopy(value)`` does, also with tensors in a compressed sparse layout, which torch lacks."""
+    memo: dict[int, torch.Tensor] = {}
+
+    def clone(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout not in (torch.strided, torch.sparse_coo):
+            memo[id(tensor)] = tensor.detach().clone()
+        return tensor
+
+    PlainCopy(clone)(value, ("",))  # calls clone() with each tensor
+    return copy.deepcopy(value, memo)
 
 
 def _has_values(tensor: torch.Tensor) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -14,7 +13,7 @@ import torch
 from torchhooks.common.digests import digest
 from torchhooks.common.errors import CheckpointError, brief
 from torchhooks.common.log import logger
-from torchhooks.common.stateful import PlainCopy
+from torchhooks.common.stateful import PlainCopy, deep_copy
 from torchhooks.common.text import call_repr, shortened, shown
 
 _PROTOCOL = 4  # every supported version of Python reads it
@@ -110,7 +109,7 @@ class Variables:
         devices, saved = state.pop("_devices", {}), state.pop("_pickled", None)
         objects = {} if saved is None else self._unpickled(saved["names"], saved["bytes"].numpy().tobytes())
         # In one call, so that tensors that share memory do so again.
-        new = copy.deepcopy({name: value for name, value in state.items() if not self._has(name, value)})
+        new = deep_copy({name: value for name, value in state.items() if not self._has(name, value)})
         for name, value in new.items():
             device = _accelerator(self.__dict__.get(name)) or devices.get(name)
             new[name] = value if device is None else _moved(name, value, device)
