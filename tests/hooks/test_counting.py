@@ -409,18 +409,19 @@ def test_an_epoch_of_one_run_has_no_rate_and_its_time_counts_for_the_next(tokens
     }
 
 
-def test_a_rate_is_nan_before_the_first_period_with_steps() -> None:
-    def epochs(loop: Loop) -> None:
-        for epoch in loop.until_stop(range(2)):
-            for _ in loop.until_stop(range(2 if epoch else 1)):
-                loop.run()
+def an_epoch_of_one_run_and_one_of_two(loop: Loop) -> None:
+    for epoch in loop.until_stop(range(2)):
+        for _ in loop.until_stop(range(2 if epoch else 1)):
+            loop.run()
 
+
+def test_a_rate_is_nan_before_the_first_period_with_steps() -> None:
     training = Training()
     training.hooks = [
         StepCounterHook(every_n_epochs=1, log=False),
         LoggingTensorHook(["steps_per_sec", "secs_per_step"], every_n_epochs=1),
     ]
-    training.drive(epochs)
+    training.drive(an_epoch_of_one_run_and_one_of_two)
     assert training.lines == [
         "steps_per_sec = nan, secs_per_step = nan",
         "steps_per_sec = 1.0, secs_per_step = 1.0 (2.000 sec)",
@@ -432,11 +433,6 @@ def test_a_pause_at_the_end_of_an_epoch_without_a_rate_counts_for_no_other() -> 
         training.clock.advance(10.0)
         return {"value": 1.0}
 
-    def epochs(loop: Loop) -> None:
-        for epoch in loop.until_stop(range(2)):
-            for _ in loop.until_stop(range(2 if epoch else 1)):
-                loop.run()
-
     training = Training()
     # The first one asks for the rate, so that the next period begins before the pause.
     training.hooks = [
@@ -444,4 +440,4 @@ def test_a_pause_at_the_end_of_an_epoch_without_a_rate_counts_for_no_other() -> 
         EvaluationHook(evaluate, every_n_epochs=1),
         StepCounterHook(every_n_epochs=1, summary_writer=training.writer),
     ]
-    assert training.drive(epochs)[RATE] == [(3, 1.0)]
+    assert training.drive(an_epoch_of_one_run_and_one_of_two)[RATE] == [(3, 1.0)]
