@@ -282,15 +282,99 @@ class Asks(SessionRunHook):
         run_context.request_stop()
 
 
-@pytest.mark.parametrize("guard", [True, False])
-def test_a_break_at_should_stop_is_warned_of(tmp_path: Path, lines: Lines, guard: bool) -> None:
-    with MonitoredLoop(float, hooks=[Asks()]) as loop:
-        for value in loop.until_stop([1.0, 2.0]):
-            loop.run(value)
-            if loop.should_stop() and guard:
+Body = Callable[[MonitoredLoop[Any], list[str]], object]
+
+
+def breaks_at_the_end(loop: MonitoredLoop[Any], done: list[str]) -> None:
+    for value in loop.until_stop([1.0, 2.0]):
+        loop.run(value)
+        done.append("all")
+        if loop.should_stop():
+            break
+
+
+def returns_at_the_end(loop: MonitoredLoop[Any], done: list[str]) -> None:
+    for value in loop.until_stop([1.0, 2.0]):
+        loop.run(value)
+        done.append("all")
+        if done and (
+            loop.should_stop()  # on a line of its own
+        ):
+            done.append("more")
+            return
+
+
+def breaks_at_the_end_of_a_branch(loop: MonitoredLoop[Any], done: list[str]) -> None:
+    for value in loop.until_stop([1.0, 2.0]):
+        loop.run(value)
+        with loop.paused():
+            if value > 1:
+                done.append("another")
+            elif is_enough(loop):
                 break
+
+
+def is_enough(loop: MonitoredLoop[Any]) -> bool:
+    return loop.should_stop()
+
+
+def breaks_in_the_middle(loop: MonitoredLoop[Any], done: list[str]) -> None:
+    for value in loop.until_stop([1.0, 2.0]):
+        loop.run(value)
+        if loop.should_stop():
+            break
+        done.append("all")
+
+
+def breaks_in_the_middle_of_a_branch(loop: MonitoredLoop[Any], done: list[str]) -> None:
+    for value in loop.until_stop([1.0, 2.0]):
+        loop.run(value)
+        if value:
+            if loop.should_stop():
+                break
+            done.append("all")
+
+
+def asks_before_the_end(loop: MonitoredLoop[Any], done: list[str]) -> None:
+    for value in loop.until_stop([1.0, 2.0]):
+        loop.run(value)
+        is_last = loop.should_stop()
+        done.append("all")
+        if is_last:
+            break
+
+
+def without_source(loop: MonitoredLoop[Any], done: list[str]) -> None:
+    body = "for value in loop.until_stop([1.0, 2.0]):\n    loop.run(value)\n    if loop.should_stop():\n        break\n"
+    exec(compile(body, "<unknown>", "exec"), {"loop": loop})
+
+
+def goes_on(loop: MonitoredLoop[Any], done: list[str]) -> None:
+    for value in loop.until_stop([1.0, 2.0]):
+        loop.run(value)
+        done.append(f"all: {loop.should_stop()}")
+
+
+@pytest.mark.parametrize(
+    ("body", "warns"),
+    [
+        (breaks_at_the_end, False),
+        (returns_at_the_end, False),
+        (breaks_at_the_end_of_a_branch, False),
+        (breaks_in_the_middle, True),
+        (breaks_in_the_middle_of_a_branch, True),
+        (asks_before_the_end, True),  # what comes after should_stop() is missing in the checkpoint
+        (without_source, True),
+        (goes_on, False),
+    ],
+)
+def test_a_break_at_should_stop_is_warned_of_unless_nothing_of_the_body_is_missing(
+    lines: Lines, body: Body, warns: bool
+) -> None:
+    with MonitoredLoop(float, hooks=[Asks()]) as loop:
+        body(loop, [])
     warnings = [text for level, text in lines if level == "WARNING"]
-    assert [text[:69] for text in warnings] == guard * [
+    assert [text[:69] for text in warnings] == warns * [
         "the body left until_stop because should_stop() was true after run 1. "
     ]
 

@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from torchhooks.common.log import logger
+from torchhooks.common.source import Line, leaves_at_end_of_body, lines_of_script
 from torchhooks.data.cursor import BETWEEN_ITEMS, ENDED, IN_ITEM, Cursor, name_of, shortened_limit
 from torchhooks.data.position import DATA_ENDED
 from torchhooks.lifecycle.loop_state import IDLE, RUNNING, LeftBySignalError, Phase, Stop, StoppedBy
@@ -51,7 +52,8 @@ class DataLoops:
         self._rank_sync = runner.rank_sync
         self._deferred, self._position = runner.deferred, runner.sessions.position
         self._waits = runner.sessions.services.data_waits
-        self._was_told_to_stop = False  # the body was told to stop by should_stop(), and may leave its item early
+        # Where the body was told to stop by should_stop(), after which it may leave its item early.
+        self._told_to_stop_at: list[Line] = []
         self._items_without_run = 0
         self._why_no_run: str | None = None
         self._asked_if_finished = False
@@ -210,9 +212,10 @@ class DataLoops:
         """
         if not self._position.is_open(cursor):
             return
-        if self._was_told_to_stop and cursor.state is IN_ITEM:
-            self._was_told_to_stop = False
-            logger.warning(_LEFT_AT_SHOULD_STOP, self._state.runs)
+        if self._told_to_stop_at and cursor.state is IN_ITEM:
+            asked, self._told_to_stop_at = self._told_to_stop_at, []
+            if not leaves_at_end_of_body(asked, lines_of_script()[0]):
+                logger.warning(_LEFT_AT_SHOULD_STOP, self._state.runs)
         self._position.close(cursor)
         # At a stop, the epoch goes on in another process. But a body that leaves for a reason of its own has ended its
         # loop, even if a stop was requested in its last run.
@@ -408,7 +411,7 @@ class DataLoops:
     def stop_is_seen(self) -> None:
         """Note that the body of a loop was told to stop, and make the calls for a stop: the body may leave the loop."""
         if self._deferred.depth() and not self._position.is_at_stop and self._is_healthy():
-            self._was_told_to_stop = True
+            self._told_to_stop_at = lines_of_script()
             self._position.stop_here(at_should_stop=True)
             self._make_stop_calls()
 
