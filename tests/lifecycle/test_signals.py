@@ -39,6 +39,7 @@ from torchhooks import (
     latest_checkpoint,
 )
 from torchhooks.common.files import Disk
+from torchhooks.lifecycle.loop_state import LoopState, Stop, StoppedBy
 from torchhooks.lifecycle.signals import SignalWatch, print_no_traceback_of
 from torchhooks.testing import RecordingHook
 
@@ -221,9 +222,59 @@ def test_a_signal_that_cannot_be_handled_is_rejected_by_name(name: Any) -> None:
         MonitoredLoop(lambda: 0.5, signals=[name])
 
 
-def test_a_single_name_is_rejected() -> None:
-    with pytest.raises(TypeError, match="list of names"):
-        MonitoredLoop(lambda: 0.5, signals="SIGTERM")
+@pytest.mark.parametrize(
+    ("signals", "message"),
+    [
+        ("SIGINT", r"signals='SIGINT': give a list of names, \['SIGINT'\]"),
+        (signal.SIGINT, r"signals=<Signals.SIGINT: 2>: give a list of names, \['SIGINT'\]"),
+        (15, r"signals=15: give a list of names, \['SIGTERM'\]"),
+    ],
+)
+def test_what_is_no_list_of_names_is_rejected(signals: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        MonitoredLoop(lambda: 0.5, signals=signals)
+
+
+def test_none_means_no_signals() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with MonitoredLoop(lambda: 0.5, signals=None) as loop:
+        loop.run()
+        assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("received", [None, "SIGINT"])
+def test_a_signal_that_another_rank_has_received_is_delivered_here_too(
+    delivered: list[str], received: str | None
+) -> None:
+    state = LoopState(["SIGTERM", "SIGINT"])
+    state.signals.install()
+    if received is not None:
+        signal.raise_signal(signal.Signals[received])
+    state.decide(Stop("signal SIGTERM (rank 1)", StoppedBy.SIGNAL))
+    state.take_signal_of_another_rank()
+    assert delivered == []
+    state.signals.restore()
+    assert delivered == [received or "SIGTERM"]
+
+
+@pytest.mark.parametrize("stop", [None, Stop("request_stop: signal SIGTERM", StoppedBy.CALLER)])
+def test_and_no_signal_after_another_stop(delivered: list[str], stop: Stop | None) -> None:
+    state = LoopState(["SIGTERM"])
+    state.signals.install()
+    if stop is not None:
+        state.decide(stop)
+    state.take_signal_of_another_rank()
+    state.signals.restore()
+    assert delivered == []
+
+
+def test_a_thread_delivers_no_signal_of_another_rank(delivered: list[str]) -> None:
+    watch = SignalWatch(())
+    thread = threading.Thread(target=watch.deliver_too, args=("SIGTERM",))
+    thread.start()
+    thread.join()
+    watch.restore()
+    assert delivered == []
 
 
 PROGRAM = """

@@ -1729,6 +1729,31 @@ def test_when_one_rank_goes_the_others_end_with_a_peer_error(tmp_path: Path, way
         assert each.value.startswith(seen), each
 
 
+def is_signalled(rank: int, folder: str, name: str) -> str:
+    """Make runs until rank 1, and no other, gets a signal."""
+    hooks = [CheckpointSaverHook(folder, save_steps=1000)]
+    with MonitoredLoop(lambda: time.sleep(0.001), hooks=hooks, checkpoint_dir=folder, signals=[name]) as loop:
+        for _ in loop.until_stop(itertools.count()):
+            loop.run()
+            if rank == 1 and loop.global_step == 20:
+                os.kill(os.getpid(), signal.Signals[name])
+        print("not reached")
+    return "went on after the loop"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_to_one_rank_ends_all_ranks_by_it(tmp_path: Path, name: str) -> None:
+    ended = run_ranks(tmp_path, 3, is_signalled, str(tmp_path / "run"), name)
+    for each in ended:
+        assert each.value is None, each
+        assert each.code == -signal.Signals[name], each
+        step = list_checkpoints(tmp_path / "run")[-1].step
+        line = f"stopped by signal {name} (rank 1) at step {step}: the newest checkpoint is that of step {step}"
+        assert line in each.output
+        assert "not reached" not in each.output
+
+
 def leaves_a_child(rank: int, folder: str) -> tuple[float, str]:
     """Make runs until rank 1 is killed, whose child keeps its connections open; return when and what the others see."""
 

@@ -401,6 +401,16 @@ class LoopState:
         """The name of the first signal that asked to stop."""
         return self.signals.received
 
+    def take_signal_of_another_rank(self) -> None:
+        """Have the signal that stopped the loop delivered here too, when it closes, if another rank has received it.
+
+        Otherwise a batch system that signals one process would end that one alone, and the others would go on after the
+        loop, with a model that is not trained to its end.
+        """
+        if self.by_signal and self.signal is None and self.stop is not None:
+            _, name, *_ = self.stop.reason.split()  # "signal SIGTERM (rank 1)"
+            self.signals.deliver_too(name)
+
     def wait_for_signal(self, secs: float) -> None:
         """Wait for ``secs`` seconds, or until a signal arrives."""
         self.signals.wait(secs)

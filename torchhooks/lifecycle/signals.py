@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 from torchhooks.common.errors import add_note, brief
 from torchhooks.common.log import logger
+from torchhooks.common.text import shown
 from torchhooks.common.timers import checked_signal
 
 _TORCH_HANDLER = "torch.utils.data._utils.signal_handling"  # the module of torch's handler of SIGCHLD
@@ -47,7 +48,7 @@ class SignalWatch:
     One for all watches, because torch has one handler for all DataLoaders.
     """
 
-    def __init__(self, signals: Iterable[str | signal.Signals], wake: Callable[[], object] = bool) -> None:
+    def __init__(self, signals: Iterable[str | signal.Signals] | None, wake: Callable[[], object] = bool) -> None:
         self.received: str | None = None
         """The name of the first signal that was received, such as ``"SIGTERM"``."""
         self.undelivered: list[signal.Signals] = []
@@ -84,6 +85,11 @@ class SignalWatch:
                 with contextlib.suppress(Exception):
                     stream.flush()
             self._deliver()
+
+    def deliver_too(self, name: str) -> None:
+        """Have :meth:`restore` deliver a signal that another process has received. Other threads ignore it."""
+        if threading.current_thread() is threading.main_thread():
+            self.undelivered.append(signal.Signals[name])
 
     def wait(self, secs: float) -> bool:
         """Wait for ``secs`` seconds, or until a signal has arrived, and return whether one has."""
@@ -266,10 +272,13 @@ def received_signal() -> str | None:
     return next((watch.received for watch in watches if watch is not None and watch.received), None)
 
 
-def checked_signals(signals: Iterable[str | signal.Signals]) -> list[signal.Signals]:
+def checked_signals(signals: Iterable[str | signal.Signals] | None) -> list[signal.Signals]:
     """Return the signals with these names, or raise a TypeError or ValueError that says what to give."""
-    if isinstance(signals, str):
-        raise TypeError(f"signals={signals!r}: give a list of names, [{signals!r}]")
+    if signals is None:
+        return []
+    if isinstance(signals, str) or not isinstance(signals, Iterable):
+        name = signals if isinstance(signals, str) else getattr(signals, "name", "SIGTERM")
+        raise TypeError(f"signals={shown(signals)}: give a list of names, [{name!r}]")
     return [checked_signal(given) for given in signals]
 
 

@@ -51,7 +51,7 @@ class LoopArguments:
         step_unit: str,
         recoverable_errors: Iterable[type[BaseException]],
         max_recoveries: int,
-        signals: Iterable[str | signal.Signals],
+        signals: Iterable[str | signal.Signals] | None,
         stop_grace_period_secs: float,
         metadata: Mapping[str, Any] | None,
         ranks: Ranks | Literal[False] | None,

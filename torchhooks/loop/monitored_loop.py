@@ -84,9 +84,9 @@ class MonitoredLoop(Generic[R]):
         recoverable_errors: exceptions, of a run or a background thread, after which the loop restores the newest
             checkpoint and makes the failed run again. Without a checkpoint to restore, they propagate.
         max_recoveries: the limit within an hour. The first recovery is made at once, later ones after growing pauses.
-        signals: signals after which the loop stops, such as ``["SIGTERM", "SIGINT"]``. At the end of the item, a
-            CheckpointSaverHook saves once more, and ``until_stop`` leaves the ``with`` block at once. When the loop
-            closes, the signals are delivered to their previous handlers.
+        signals: signals after which the loop stops, such as ``["SIGTERM", "SIGINT"]``; ``None`` for no signals. At the
+            end of the item, a CheckpointSaverHook saves once more, and ``until_stop`` leaves the ``with`` block at
+            once. When the loop closes, the signals are delivered to their previous handlers, on all ranks.
         stop_grace_period_secs: how long to wait for background threads at the end, in seconds.
         metadata: plain data that every checkpoint contains: a config, the arguments that rebuild the model. It is
             copied. :func:`torchhooks.read_metadata` reads it. A restored loop logs which values differ.
@@ -120,7 +120,7 @@ class MonitoredLoop(Generic[R]):
         step_unit: str = "run",
         recoverable_errors: Iterable[type[BaseException]] = (AbortedError,),
         max_recoveries: int = 10,
-        signals: Iterable[str | signal.Signals] = (),
+        signals: Iterable[str | signal.Signals] | None = (),
         stop_grace_period_secs: float = 120,
         metadata: Mapping[str, Any] | None = None,
         ranks: Ranks | Literal[False] | None = None,
@@ -539,6 +539,8 @@ class MonitoredLoop(Generic[R]):
             logger.warning("the script caught %s, which has ended the loop. So %s", brief(state.failure), lost)
         cause = self._runner.cause_of_end(error)
         state.close(error)
+        if rank_sync is not None:
+            state.take_signal_of_another_rank()
         if type(error) is StopIteration:
             error = None
         error = error if cause is None else cause
