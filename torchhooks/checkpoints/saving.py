@@ -161,7 +161,7 @@ def _buffers_of_rank(training: TrainingState, parts: Parts) -> Entries:
     """Return the entry for the buffers of this rank that differ from the chief's; often none.
 
     Every rank has to call this. Buffers may differ under DDP, and do so under FSDP2. Parameters must not: the first
-    save of a loop compares them.
+    saves of a loop compare them.
 
     Raises:
         CheckpointError: a parameter is not the same on all ranks.
@@ -170,9 +170,7 @@ def _buffers_of_rank(training: TrainingState, parts: Parts) -> Entries:
     if not ranks.is_connected:
         return {}
     tensors = _replicated_tensors(parts)
-    if "replicas" not in training.warned:
-        training.warned.add("replicas")
-        _check_replicas(ranks, parts, tensors)
+    _compare_replicas(training, parts, tensors)
     buffers = {
         part: {name: own[name] for name in own if name in _buffer_names(parts[part])} for part, own in tensors.items()
     }
@@ -201,15 +199,22 @@ def _replicated_tensors(parts: Parts) -> dict[str, dict[str, torch.Tensor]]:
     }
 
 
-def _check_replicas(ranks: Ranks, parts: Parts, tensors: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-    """Compare the names, the shapes and the values of the parameters that all ranks should have in common."""
+def _compare_replicas(training: TrainingState, parts: Parts, tensors: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+    """Compare the parts that all ranks should have in common: their names, and their parameters.
+
+    At the first save of a loop, and at the first one after runs have changed the parameters: after one seed they are
+    the same at step 0, whether or not something reduces the gradients.
+    """
+    replicas, ranks = training.replicas, training.ranks
+    if not replicas.are_due(training.total_runs):
+        return
 
     def describe() -> dict[str, dict[str, str]]:
-        described = {}
+        of_rank, names = parts_of_rank(parts), parameter_names(parts)
+        described: dict[str, dict[str, str]] = {part: {} for part in parts if part not in of_rank}
         for part, own in tensors.items():
             sums = _digests({name: each for name, each in own.items() if name not in _buffer_names(parts[part])})
             described[part] = {name: f"{tuple(own[name].shape)} {each}" for name, each in sums.items()}
-        of_rank, names = parts_of_rank(parts), parameter_names(parts)
         for part, each in parts.items():
             if isinstance(each, torch.optim.Optimizer) and part not in of_rank:
                 described[part] = {"": str(names[part])}
@@ -218,7 +223,14 @@ def _check_replicas(ranks: Ranks, parts: Parts, tensors: Mapping[str, Mapping[st
     chiefs, *rows = gather_from_all(ranks, "compare the parameters", describe)
     for rank, row in enumerate(rows, start=1):
         for part in {**chiefs, **row}:
-            own, theirs = chiefs.get(part, {}), row.get(part, {})
+            if part not in chiefs or part not in row:
+                here, elsewhere = (0, rank) if part in chiefs else (rank, 0)
+                named = part if part in ("model", "optimizer") else f"state[{part!r}]"
+                raise CheckpointError(
+                    f"{named} exists on rank {here} and not on rank {elsewhere}, and a checkpoint has one for all: "
+                    "give the loop the same state on all ranks. An average of the weights is the same on all of them"
+                )
+            own, theirs = chiefs[part], row[part]
             for name in {**own, **theirs}:
                 if own.get(name) != theirs.get(name):
                     what = f"the parameter {name!r}" if name else "the order of the parameters"
@@ -228,6 +240,7 @@ def _check_replicas(ranks: Ranks, parts: Parts, tensors: Mapping[str, Mapping[st
                         "its own on purpose, set per_rank = True on the module, or give the ranks with the same model "
                         "a loop of their own, with Ranks(group=...) and a folder for each group"
                     )
+    replicas.are_the_same(chiefs, training.total_runs)
 
 
 def _buffer_names(module: Tree) -> set[str]:

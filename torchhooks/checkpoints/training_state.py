@@ -44,7 +44,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -91,6 +91,29 @@ class StatefulHook(Stateful, Protocol):
     """Whether a checkpoint can be restored that has no state of this hook, or has one without the hook."""
 
 
+class Replicas:
+    """At which saves the ranks compare their parameters.
+
+    At the first one of a loop, and at each one after further runs until these have changed the parameters.
+    """
+
+    def __init__(self) -> None:
+        self._first: object = None
+        self._runs = -1  # at the last comparison
+        self._is_over = False
+
+    def are_due(self, runs: int) -> bool:
+        """Return whether to compare them at a save after so many ``runs``."""
+        return not self._is_over and runs != self._runs
+
+    def are_the_same(self, parameters: object, runs: int) -> None:
+        """Note that all ranks have the same ``parameters``, as a save describes them, after so many ``runs``."""
+        if self._first is None:
+            self._first = parameters
+        self._is_over = self._first != parameters
+        self._runs = runs
+
+
 class StepCounter(Protocol):
     """What counts the global steps and the runs: the state of a loop."""
 
@@ -117,6 +140,7 @@ class TrainingState:
         position: how far the loop is in its data; ``None`` without a loop.
         warned: what a warning was logged about that is logged once a loop.
         unsaved: what changes and is in no checkpoint; ``None`` if the loop saves no checkpoints.
+        replicas: whether the ranks have the same parameters.
     """
 
     model: torch.nn.Module | None
@@ -131,6 +155,7 @@ class TrainingState:
     position: DataPosition | None
     warned: set[str]
     unsaved: UnsavedParts | None = None
+    replicas: Replicas = field(default_factory=Replicas)
 
     @property
     def total_runs(self) -> int:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from torchhooks.checkpoints.saver import AnySaver, Refusal, RestoresCheckpoints, Saver, SavesCheckpoints
-from torchhooks.checkpoints.training_state import Gradients, StatefulHook, TrainingState
+from torchhooks.checkpoints.training_state import Gradients, Replicas, StatefulHook, TrainingState
 from torchhooks.checkpoints.unsaved import UnsavedParts
 from torchhooks.common.errors import Attempts, FetchError, LifecycleError, NoRunYetError
 from torchhooks.common.log import logger
@@ -73,6 +73,8 @@ class LoopServices:
     """What a warning was logged about that is logged once per loop."""
     unsaved: UnsavedParts | None = None
     """What changes and is in no checkpoint; ``None`` if the loop saves none."""
+    replicas: Replicas = field(default_factory=Replicas)
+    """Whether the ranks have the same parameters."""
 
 
 class Session:
@@ -196,6 +198,7 @@ class Session:
             position=self.position,
             warned=self.warned,
             unsaved=self._services.unsaved,
+            replicas=self._services.replicas,
         )
 
     @property
