@@ -27,6 +27,7 @@ from support.rank_training import train, train_in_each
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import torchhooks.checkpoints.restoring
+import torchhooks.checkpoints.saver
 import torchhooks.checkpoints.saving
 from torchhooks import (
     BestCheckpointHook,
@@ -43,15 +44,18 @@ from torchhooks import (
     Session,
     SessionRunHook,
     StopAtStepHook,
+    Variables,
     list_checkpoints,
 )
 from torchhooks.checkpoints.folder import encoded, read_manifest
 from torchhooks.checkpoints.restoring import read
-from torchhooks.checkpoints.saving import Contents, write
+from torchhooks.checkpoints.saving import Contents, check_is_visible, write
 from torchhooks.checkpoints.steps import gather_from_all, run_on_all
 from torchhooks.common.digests import digests
 from torchhooks.common.files import Disk
+from torchhooks.lifecycle.loop_state import LoopState
 from torchhooks.lifecycle.run_record import NAME as RECORD_NAME
+from torchhooks.lifecycle.session import LoopServices
 from torchhooks.ranks.ranks import LoopRanks
 from torchhooks.testing import log_lines
 
@@ -141,7 +145,12 @@ def restore_on(size: int, folder: Path, **options: Any) -> list[Any]:
     return in_threads(size, main)
 
 
-def test_a_hook_that_fails_at_the_end_on_one_rank_prevents_no_checkpoint(tmp_path: Path) -> None:
+def test_a_hook_that_fails_at_the_end_on_one_rank_prevents_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Two hooks of one process cannot have one folder, so here each rank has its own.
+    monkeypatch.setattr(torchhooks.checkpoints.saver, "check_is_visible", lambda ranks, path: True)
+
     def main(ranks: ThreadRanks, hub: Hub) -> None:
         def metric() -> float:
             if ranks.rank and loop.global_step == 3:
@@ -476,22 +485,144 @@ def test_the_first_save_refuses_optimizers_with_other_groups(tmp_path: Path) -> 
         assert "the order of the parameters of 'optimizer' is not the same" in str(error)
 
 
-def test_later_saves_do_not_compare_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compared: list[int] = []
+def test_parameters_are_compared_until_runs_have_changed_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[tuple[int, int]] = []
 
     def noted(values: Any) -> list[str]:
-        compared.append(len(values))
+        compared.append((number[threading.get_ident()], len(values)))
         return digests(values)
 
     monkeypatch.setattr(torchhooks.checkpoints.saving, "digests", noted)
+    number: dict[int, int] = {}
 
     def main(ranks: ThreadRanks, hub: Hub) -> None:
-        session, saver = Session(Experts(0), ranks=connected(ranks)), Saver()
-        for step in range(3):
-            saver.save(session, tmp_path / "model.ckpt", step)
+        state, model = LoopState(), Experts(0)
+        session, saver = Session(model, ranks=connected(ranks), services=LoopServices(loop_state=state)), Saver()
+        # After the first two saves, no run was made; after the third one, none that changed a parameter, as while
+        # gradients accumulate. The last two do not compare.
+        for save, (runs, weight) in enumerate([(0, 0.0), (0, 0.0), (1, 0.0), (2, 1.0), (3, 2.0), (4, 3.0)]):
+            number[threading.get_ident()], state.runs = save, runs
+            torch.nn.init.constant_(model.expert.weight, weight)
+            saver.save(session, tmp_path / "model.ckpt", save)
 
     assert in_threads(2, main) == [None, None]
-    assert compared == [2, 2]  # once on each rank
+    assert sorted(compared) == [(save, 2) for save in (0, 2, 3) for _ in range(2)]
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_ranks_that_train_apart_are_noticed_at_the_first_save_after_a_run(tmp_path: Path, steps: int) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        reduced, alone = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+        model = torch.nn.ModuleDict({"reduced": reduced, "alone": alone})
+        for parameter in model.parameters():
+            torch.nn.init.zeros_(parameter)
+
+        def step() -> None:
+            hub.gather("step", ranks.rank, 0)
+            with torch.no_grad():
+                reduced.weight += 1
+                alone.weight += ranks.rank + 1
+
+        hooks = [CheckpointSaverHook(tmp_path, save_steps=steps)]
+        with MonitoredLoop(step, model, hooks=hooks, checkpoint_dir=tmp_path, ranks=ranks) as loop:
+            for _ in loop.until_stop(range(5)):
+                loop.run()
+
+    errors = in_threads(2, main)
+    message = (
+        "the parameter 'alone.weight' of 'model' is not the same on rank 0 and on rank 1, and a checkpoint has one for "
+        "all: look for a missing DistributedDataParallel, or for another seed."
+    )
+    # The second rank may hear of the error of the first one before it comes to its own.
+    assert any(isinstance(error, CheckpointError) for error in errors)
+    assert all(message in str(error) for error in errors)
+    assert [checkpoint.step for checkpoint in list_checkpoints(tmp_path)] == [0]
+
+
+@pytest.mark.parametrize("having", [0, 1])
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("state['average']", lambda: torch.nn.Linear(1, 1)),
+        ("state['average']", lambda: Variables(epoch=0)),
+        ("state['average']", lambda: torch.optim.SGD([torch.zeros(1)], 0.1)),
+    ],
+)
+def test_a_part_that_one_rank_alone_has_is_named(
+    tmp_path: Path, having: int, name: str, make: Callable[[], Any]
+) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> str:
+        state = {"average": make()} if ranks.rank == having else {}
+        return Saver().save(Session(None, None, state, ranks=connected(ranks)), tmp_path / "model.ckpt", 1)
+
+    results = in_threads(2, main)
+    if isinstance(make(), Variables):  # which belong to each rank
+        assert results == [str(tmp_path / "model.ckpt-1")] * 2
+        return
+    for error in results:
+        assert str(error).startswith(
+            f"{name} exists on rank {having} and not on rank {1 - having}, and a checkpoint has one for all: "
+        )
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_rank_that_does_not_see_the_folder_says_so_after_the_first_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_background: bool
+) -> None:
+    monkeypatch.setattr(torchhooks.checkpoints.saving, "_VISIBLE_SECS", 0.2)
+
+    def main(ranks: ThreadRanks, hub: Hub) -> list[str]:
+        saver, session = Saver(async_save=in_background), Session(ranks=connected(ranks))
+        folder = tmp_path / f"disk of {ranks.rank}"
+        try:
+            saved = [saver.save(session, folder / "model.ckpt", 1)]
+            return [*saved, saver.save(session, folder / "model.ckpt", 2)]
+        finally:
+            saver.close()
+
+    chief, other = in_threads(2, main)
+    assert isinstance(other, CheckpointError)
+    assert str(other) == (
+        f"{tmp_path}/disk of 1/model.ckpt-1 cannot be seen here, though rank 0 has written it: give the loop a folder "
+        "that all ranks share, such as one on a network file system"
+    )
+    assert str(chief) == f"on rank 1: {other}"
+
+
+def test_a_rank_that_sees_another_checkpoint_of_the_same_name_does_not_see_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torchhooks.checkpoints.saving, "_VISIBLE_SECS", 0.2)
+    Saver().save(Session(), tmp_path / "disk of 1" / "model.ckpt", 1)
+
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        Saver().save(Session(ranks=connected(ranks)), tmp_path / f"disk of {ranks.rank}" / "model.ckpt", 1)
+
+    assert all("cannot be seen here, though rank 0" in str(error) for error in in_threads(2, main))
+
+
+def test_the_ranks_look_for_the_first_checkpoint_of_a_folder_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[str] = []
+
+    def look(ranks: Ranks, path: str) -> bool:
+        looked.append(os.path.relpath(path, tmp_path))
+        return check_is_visible(ranks, path)
+
+    monkeypatch.setattr(torchhooks.checkpoints.saver, "check_is_visible", look)
+
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        saver, session = Saver(), Session(ranks=connected(ranks))
+        saver.save(session, tmp_path / "a" / "model.ckpt", 1, refusals=[lambda: "no"])  # it writes nothing
+        for step in range(2, 5):
+            saver.save(session, tmp_path / "a" / "model.ckpt", step)
+        saver.save(session, tmp_path / "b" / "model.ckpt", 5, async_save=True)
+        saver.wait_for_all(session)
+        saver.close()
+
+    assert in_threads(2, main) == [None, None]
+    assert sorted(looked) == sorted(["a/model.ckpt-1", "a/model.ckpt-2", "b/model.ckpt-5"] * 2)
 
 
 @pytest.mark.parametrize(

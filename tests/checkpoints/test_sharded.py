@@ -363,7 +363,7 @@ def test_a_folder_that_the_ranks_do_not_share_is_an_error_of_the_first_save(
     elsewhere = {"__1_0.distcp": (100, 0)}  # which rank 1 has written on its own machine
     monkeypatch.setattr(torchhooks.checkpoints.saving, "write", lambda *args: write(*args) | elsewhere)
     monkeypatch.setattr(torchhooks.checkpoints.saving, "_VISIBLE_SECS", 0.2)
-    with pytest.raises(CheckpointError, match=r"__1_0\.distcp does not exist here"):
+    with pytest.raises(CheckpointError, match=r"__1_0\.distcp cannot be seen here"):
         Saver().save(make_session(5), tmp_path / "model.ckpt", 5)
     assert not [name for name in os.listdir(tmp_path) if name.startswith(("model", ".model"))]
 

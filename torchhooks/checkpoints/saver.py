@@ -35,7 +35,7 @@ from torchhooks.checkpoints.reading import (
     scored_checkpoints,
 )
 from torchhooks.checkpoints.restoring import restore
-from torchhooks.checkpoints.saving import Contents, collect, write_checkpoint
+from torchhooks.checkpoints.saving import Contents, check_is_visible, collect, write_checkpoint
 from torchhooks.checkpoints.sharded import sharded_parts
 from torchhooks.checkpoints.steps import gather_from_all, run_on_all, writes_for_all
 from torchhooks.checkpoints.training_state import Entries, HasTrainingState
@@ -121,6 +121,9 @@ class Saver:
         self._memory = SnapshotMemory()
         self._unseen: list[Size] = []  # of the last snapshot: what training.tensors() does not tell of
         self._background = BackgroundWriter()
+        # With several ranks, the first checkpoint in a folder, until every rank has looked whether it sees it.
+        self._to_see: str | None = None
+        self._seen_by_all: set[str] = set()
 
     def save(
         self,
@@ -163,6 +166,7 @@ class Saver:
             return f"{prefix}-{step}"
         earlier = self._background.wait()
         try:
+            self._look_for_first(training.ranks)
             ranks, parts = training.ranks, training.parts()
             sharded = sharded_parts(parts)
             writes = bool(sharded) or writes_for_all(ranks)
@@ -186,6 +190,10 @@ class Saver:
                     raise earlier
 
             run_on_all(ranks, "start to write", start)
+            if ranks.is_connected and os.path.dirname(writes_to := os.path.abspath(prefix)) not in self._seen_by_all:
+                self._to_see = f"{writes_to}-{step}"
+                if not (async_save or self.async_save):
+                    self._look_for_first(ranks)
         except Exception as error:
             if earlier is not None and error is not earlier:
                 add_note(error, f"The checkpoint before it was not written either: {brief(earlier)}")
@@ -294,6 +302,13 @@ class Saver:
 
     def _wait_on_all(self, ranks: Ranks) -> None:
         run_on_all(ranks, "wait for the one before it", self.wait)
+        self._look_for_first(ranks)
+
+    def _look_for_first(self, ranks: Ranks) -> None:
+        """Have every rank look for the first checkpoint that was written into a folder, if that was not done yet."""
+        path, self._to_see = self._to_see, None
+        if path is not None and check_is_visible(ranks, path):
+            self._seen_by_all.add(os.path.dirname(path))
 
     def _start(self, write: Callable[[], None], snapshot: Snapshot | None, step: int) -> None:
         """Call ``write()``, with a snapshot in the background."""

@@ -13,6 +13,7 @@ import pickle
 import time
 import zlib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, BinaryIO, NamedTuple
@@ -21,7 +22,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchhooks.checkpoints.comparing import OF_ONE_CLASS, class_name, parameter_names
-from torchhooks.checkpoints.folder import Files, Folder, as_json, file_of_rank, file_sums
+from torchhooks.checkpoints.folder import MANIFEST, Files, Folder, as_json, file_of_rank, file_sums
 from torchhooks.checkpoints.sharded import ShardWriter, shards_of, split
 from torchhooks.checkpoints.steps import gather_from_all, run_on_all, writes_for_all
 from torchhooks.checkpoints.training_state import Entries, Parts, TrainingState, parts_of_rank
@@ -382,6 +383,32 @@ def commit(folder: Folder, temporary: str, name: str, step: int, files: Files, m
     folder.commit(name, step, temporary, files, manifest)
 
 
+def check_is_visible(ranks: Ranks, path: str) -> bool:
+    """Have every rank look for the checkpoint at ``path``, which the chief has written; return whether it has.
+
+    Raises:
+        CheckpointError: a rank does not see it, because its folder of this name is another one.
+    """
+
+    def manifest() -> bytes:
+        with suppress(OSError):
+            # Listed first: a network file system may remember that there was no such file until it reads the folder.
+            os.listdir(os.path.dirname(path))
+            with open(os.path.join(path, MANIFEST), "rb") as file:
+                return file.read()
+        return b""
+
+    is_chief = writes_for_all(ranks)
+    written = gather_from_all(ranks, "tell the ranks of the checkpoint", lambda: manifest() if is_chief else b"")[0]
+
+    def look() -> None:
+        if written and not is_chief:
+            _wait_until_visible(path, lambda: manifest() == written, "rank 0 has written it")
+
+    run_on_all(ranks, "look for the checkpoint", look)
+    return bool(written)
+
+
 def _has_size(path: str, size: int) -> bool:
     return os.path.exists(path) and os.path.getsize(path) == size
 
@@ -396,7 +423,7 @@ def _wait_until_visible(path: str, is_visible: Callable[[], bool], who: str) -> 
     while not is_visible():
         if time.monotonic() > end:
             raise CheckpointError(
-                f"{path} does not exist here, though {who}: give the loop a folder that all ranks share, such as "
+                f"{path} cannot be seen here, though {who}: give the loop a folder that all ranks share, such as "
                 "one on a network file system"
             )
         time.sleep(0.1)  # each look is a request to the file server
