@@ -33,8 +33,11 @@ from torchhooks import (
     AbortedError,
     CheckpointSaverHook,
     Coordinator,
+    EvaluationHook,
     LifecycleError,
+    LoggingTensorHook,
     MonitoredLoop,
+    NanTensorHook,
     PeerError,
     Ranks,
     Saver,
@@ -815,7 +818,94 @@ def test_a_folder_on_one_rank_alone_is_an_error_that_names_it(tmp_path: Path) ->
     chief, other = in_threads(2, main)
     assert isinstance(chief, LifecycleError)
     assert isinstance(other, LifecycleError)
-    assert str(chief).startswith("checkpoint_dir is a folder on rank 0 and None on rank 1: create the loop with")
+    assert str(chief).startswith(f"checkpoint_dir is {tmp_path} on rank 0 and None on rank 1: give all ranks the same")
+
+
+def test_another_folder_on_another_rank_is_an_error_that_names_both(tmp_path: Path) -> None:
+    def loop_of(ranks: ThreadRanks, hub: Hub) -> None:
+        MonitoredLoop(lambda: 1.0, checkpoint_dir=tmp_path / str(ranks.rank), ranks=ranks).close()
+
+    def hook_of(ranks: ThreadRanks, hub: Hub) -> None:
+        hooks = [CheckpointSaverHook(tmp_path / str(ranks.rank), save_steps=1)]
+        MonitoredLoop(lambda: 1.0, hooks=hooks, ranks=ranks).close()
+
+    hint = "give all ranks the same folder, on a disk that all of them see. A checkpoint has the states of all ranks"
+    first, second = tmp_path / "0", tmp_path / "1"
+    assert str(in_threads(2, loop_of)[1]) == f"checkpoint_dir is {second} on rank 1 and {first} on rank 0: {hint}"
+    assert str(in_threads(2, hook_of)[0]) == f"the hooks save into [{first}] on rank 0 and [{second}] on rank 1: {hint}"
+
+
+def test_another_name_of_the_same_folder_is_none(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        MonitoredLoop(lambda: 1.0, checkpoint_dir=tmp_path / ("link" if ranks.rank else "run"), ranks=ranks).close()
+
+    assert in_threads(2, main) == [None, None]
+
+
+def test_another_checkpoint_to_begin_with_is_an_error_that_names_both(tmp_path: Path) -> None:
+    for step in (1, 2):
+        Saver().save(Session(), tmp_path / "model.ckpt", step)
+
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        MonitoredLoop(lambda: 1.0, checkpoint_dir=tmp_path / f"model.ckpt-{1 + ranks.rank}", ranks=ranks).close()
+
+    assert str(in_threads(2, main)[0]).startswith(
+        "the checkpoint to restore is model.ckpt-1 on rank 0 and model.ckpt-2 on rank 1: create the loop with the same"
+    )
+
+
+def evaluation(name: str = "evaluation") -> EvaluationHook:
+    return EvaluationHook(lambda: {"accuracy": 0.5}, every_n_steps=2, name=name)
+
+
+@pytest.mark.parametrize(
+    ("hooks", "named"),
+    [
+        (
+            lambda: [evaluation(), LoggingTensorHook(["loss"], every_n_iter=2)],
+            "EvaluationHook with EverySteps(2), LoggingTensorHook every 2 steps",
+        ),
+        (lambda: [NanTensorHook("loss"), RecordingHook()], "NanTensorHook, RecordingHook"),
+        (lambda: [NanTensorHook("loss"), NanTensorHook("loss2")], "NanTensorHook('loss'), NanTensorHook('loss2')"),
+    ],
+)
+def test_another_order_of_the_hooks_is_an_error_where_the_loop_is_created(
+    hooks: Callable[[], list[SessionRunHook]], named: str
+) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        order = hooks()[:: -1 if ranks.rank else 1]
+        MonitoredLoop(lambda: 1.0, hooks=order, ranks=ranks).close()
+
+    chief, other = in_threads(2, main)
+    assert isinstance(chief, LifecycleError)
+    assert isinstance(other, LifecycleError)
+    assert str(chief).startswith(f"the hooks are [{named}")
+    assert str(chief).endswith(": give every rank the same hooks, in the same order")
+
+
+@pytest.mark.parametrize(
+    "hooks_of",
+    [
+        lambda rank: [*[RecordingHook()][rank:], NanTensorHook("loss"), LoggingTensorHook(["loss"], every_n_iter=2)],
+        lambda rank: [LoggingTensorHook(["loss"], every_n_iter=2 + rank), NanTensorHook("loss")],
+        lambda rank: [NanTensorHook(f"loss{rank}"), NanTensorHook(f"loss{1 + rank}")],
+        lambda rank: [NanTensorHook("loss"), NanTensorHook("loss")],
+        lambda rank: [BrokenRepr(), BrokenRepr()],
+    ],
+)
+def test_hooks_that_one_rank_alone_has_change_no_order(hooks_of: Callable[[int], list[SessionRunHook]]) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        MonitoredLoop(lambda: 1.0, hooks=hooks_of(ranks.rank), ranks=ranks).close()
+
+    assert in_threads(2, main) == [None, None]
+
+
+class BrokenRepr(SessionRunHook):
+    def __repr__(self) -> str:
+        raise ValueError("no repr")
 
 
 def test_another_step_unit_is_an_error_that_names_it() -> None:

@@ -478,7 +478,7 @@ class MonitoredLoop(Generic[R]):
         self._state.signals.install()
         if runner.rank_sync is not None:
             weakref.finalize(self, runner.rank_sync.peers.abandon).atexit = False
-            runner.rank_sync.start(arguments.step_unit, arguments.checkpoint_dir)
+            runner.rank_sync.start(arguments.step_unit, arguments.checkpoint_dir, arguments.checkpoint)
         elif arguments.ranks.may_be_late:
             self._state.set_pending()  # so that the end of the first run looks for a newer process group
         from torchhooks.watch.stalls import Watch  # a process that only imports torchhooks starts sooner

@@ -7,6 +7,8 @@ the loop: this module tells it how far the loop is, and applies what the ranks h
 from __future__ import annotations
 
 import math
+import os
+import re
 import threading
 import time
 from collections import Counter
@@ -16,7 +18,7 @@ from torchhooks.common.errors import LifecycleError, PeerError, TorchHooksError,
 from torchhooks.common.log import logger
 from torchhooks.common.timers import AtSteps, EveryEpochs, EverySteps, Timer
 from torchhooks.data.cursor import length_of
-from torchhooks.lifecycle.hook import PeriodicHook
+from torchhooks.lifecycle.hook import PeriodicHook, SessionRunHook
 from torchhooks.lifecycle.loop_state import NO_OUTPUTS, RUNNING, LoopState, Stop, StoppedBy
 from torchhooks.loop.schedule import Schedule
 from torchhooks.ranks.agreement import CLOSE, END, ENTER, STOP, UNKNOWN_LENGTH, WHERE, Meeting, Round
@@ -53,29 +55,51 @@ class RankSync:
 
     # -- the start ----------------------------------------------------------------------------------------------------
 
-    def start(self, step_unit: str, checkpoint_dir: str | None) -> None:
+    def start(self, step_unit: str, checkpoint_dir: str | None, checkpoint: str | None = None) -> None:
         """Connect to the other ranks, and check that they have created the same loop.
 
         Raises:
             LifecycleError: another rank did not create its loop in time, or created a different one.
         """
         self.peers.start()
-        collective = [_class_and_period(slot.hook) for slot in self._schedule.collective]
+        slots, collective = self._schedule.all_hooks, [slot.hook for slot in self._schedule.collective]
         mine = {
             "step_unit is": step_unit,
-            "checkpoint_dir is": "None" if checkpoint_dir is None else "a folder",
-            "the collective hooks are": f"[{', '.join(collective)}]",
+            "checkpoint_dir is": "None" if checkpoint_dir is None else os.path.realpath(checkpoint_dir),
+            "the checkpoint to restore is": f"{checkpoint}",
+            "the collective hooks are": f"[{', '.join(map(_class_and_period, collective))}]",
+            "the hooks save into": f"[{', '.join(map(_folder, collective))}]",
         }
-        hooks = [(slot.hook, _class_and_period(slot.hook)) for slot in self._schedule.all_hooks]
-        others = self._ranks.gather((mine, Counter(text for _, text in hooks)), "the loop")
-        for rank, (other, _) in enumerate(others):
+        hooks = [(_class_and_period(slot.hook), _description(slot.hook)) for slot in slots]
+        others = self._ranks.gather((mine, hooks), "the loop")
+        for rank, (other, their_hooks) in enumerate(others):
             for name, value in mine.items():
                 if other[name] != value:
                     raise LifecycleError(
                         f"{name} {value} on rank {self._ranks.rank} and {other[name]} on rank {rank}: "
-                        "create the loop with the same arguments on every rank"
+                        f"{_WAYS_OUT.get(name, 'create the loop with the same arguments on every rank')}"
                     )
-        self._ranks.local_hooks = [hook for hook, text in hooks if len({counts[text] for _, counts in others}) > 1]
+            self._check_order(hooks, rank, their_hooks)
+        counts = [Counter(text for text, _ in texts) for _, texts in others]
+        self._ranks.local_hooks = [
+            slot.hook for slot, (text, _) in zip(slots, hooks, strict=True) if len({each[text] for each in counts}) > 1
+        ]
+
+    def _check_order(self, hooks: list[tuple[str, str]], rank: int, others: list[tuple[str, str]]) -> None:
+        """Raise a LifecycleError if the hooks that this rank and another one have come in another order there.
+
+        What they call in the same run, such as an evaluation, may need all ranks.
+        """
+        # First their classes and periods, then what tells hooks of one class and period apart.
+        for which in range(2):
+            differ = _common_in_order([hook[which] for hook in hooks], [hook[which] for hook in others])
+            if differ is None:
+                continue
+            mine, theirs = (f"[{', '.join(order)}]" for order in differ)
+            raise LifecycleError(
+                f"the hooks are {mine} on rank {self._ranks.rank} and {theirs} on rank {rank}: give every rank the "
+                "same hooks, in the same order"
+            )
 
     # -- runs ---------------------------------------------------------------------------------------------------------
 
@@ -272,6 +296,30 @@ class RankSync:
 def _bit(number: int) -> int:
     """Return the bit that asks for the collective hook with this number: STOP is the lowest one."""
     return STOP << number + 1
+
+
+_WAYS_OUT = dict.fromkeys(
+    ("checkpoint_dir is", "the hooks save into"),
+    "give all ranks the same folder, on a disk that all of them see. A checkpoint has the states of all ranks",
+)
+
+
+def _common_in_order(mine: list[str], theirs: list[str]) -> tuple[list[str], list[str]] | None:
+    """Return both lists without what the other one has another number of; ``None`` if they are in the same order."""
+    counts, their_counts = Counter(mine), Counter(theirs)
+    orders = [[each for each in texts if counts[each] == their_counts[each]] for texts in (mine, theirs)]
+    return None if orders[0] == orders[1] else (orders[0], orders[1])
+
+
+def _folder(hook: SessionRunHook) -> str:
+    return "no folder" if hook.checkpoint_dir is None else os.path.realpath(hook.checkpoint_dir)
+
+
+def _description(hook: object) -> str:
+    try:
+        return re.sub(" at 0x[0-9a-f]+", "", repr(hook))  # an address is another one in each process
+    except Exception:  # a broken __repr__ of a user
+        return type(hook).__name__
 
 
 def _class_and_period(hook: object) -> str:
