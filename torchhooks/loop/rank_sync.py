@@ -6,13 +6,15 @@ the loop: this module tells it how far the loop is, and applies what the ranks h
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Protocol, TypeVar
 
 from torchhooks.common.errors import LifecycleError, PeerError, TorchHooksError, add_note, brief
 from torchhooks.common.log import logger
@@ -39,6 +41,7 @@ class RankSync:
     def __init__(self, ranks: LoopRanks, schedule: Schedule, state: LoopState) -> None:
         self._ranks, self._schedule, self._state = ranks, schedule, state
         self._training_thread = threading.get_ident()
+        self._calls = 0  # odd while calls are made between two runs
         self.run_number = 0
         """The number of the run in progress if hooks take part in it, until its last ``after_run`` is over."""
         self._last_number = 0
@@ -269,11 +272,21 @@ class RankSync:
     def _progress(self) -> TrainingProgress:
         """Return how far the loop is. Any thread may call this: the training thread writes without a lock."""
         state = self._state
-        while True:  # until neither number has changed while the others were read
-            runs, number = state.runs, self.run_number
-            in_step = state.phase is RUNNING and state.outputs is NO_OUTPUTS
-            if (runs, number) == (state.runs, self.run_number):
+        while True:  # until none of the numbers has changed while the others were read
+            runs, number, calls = state.runs, self.run_number, self._calls
+            # Before the first run, and after one that failed, calls between two runs have no outputs either.
+            in_step = state.phase is RUNNING and state.outputs is NO_OUTPUTS and not calls % 2
+            if (runs, number, calls) == (state.runs, self.run_number, self._calls):
                 return TrainingProgress(runs, number, in_step)
+
+    @contextlib.contextmanager
+    def calls_between_runs(self) -> Iterator[None]:
+        """Tell the other ranks that this one is in no run, though nothing can begin one."""
+        self._calls += 1
+        try:
+            yield
+        finally:
+            self._calls += 1
 
     def _new_requests(self) -> tuple[int, str]:
         """Return the bits of what this rank asks for: a stop if a signal has arrived, and hooks since the last call.

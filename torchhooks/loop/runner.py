@@ -779,6 +779,12 @@ class Runner:
 
     def make(self, calls: Callable[[], object]) -> bool:
         """Make ``calls`` between two runs, whose errors count as a run's; return whether they succeeded."""
+        if self.rank_sync is None:
+            return self._make(calls)
+        with self.rank_sync.calls_between_runs():
+            return self._make(calls)
+
+    def _make(self, calls: Callable[[], object]) -> bool:
         self.state.phase = RUNNING  # none of them may start a run
         try:
             calls()
