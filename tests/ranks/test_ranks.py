@@ -414,6 +414,82 @@ def test_the_limit_of_one_rank_counts_for_all() -> None:
     assert in_threads(2, main) == [4, 4]
 
 
+class Stream:
+    """Items that can be iterated again, whose number is not known. It draws a random number for each."""
+
+    def __init__(self, items: int) -> None:
+        self._items = items
+        self.yielded = 0
+
+    def __iter__(self) -> Iterator[float]:
+        for _ in range(self._items):
+            self.yielded += 1
+            yield torch.rand(()).item()
+
+
+class SavedStream(Stream):
+    """A stream that saves how many items it has yielded."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"yielded": self.yielded}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.yielded = state["yielded"]
+
+
+class FailingStream(Stream):
+    """A stream that fails where the items of another rank end."""
+
+    def __iter__(self) -> Iterator[float]:
+        yield from super().__iter__()
+        raise OSError("no more")
+
+
+@pytest.mark.parametrize(
+    ("data", "items", "yielded"),
+    [
+        (lambda: Stream(6), "more items of data", 5 + 4 + 4),  # it looks once
+        (lambda: Stream(4), None, 3 * 4),
+        (lambda: FailingStream(4), None, 3 * 4),
+        (lambda: SavedStream(6), "an unknown number of items of data", 3 * 4),
+    ],
+)
+def test_a_rank_that_does_not_know_its_length_warns_once_of_items_that_are_left(
+    data: Callable[[], Stream], items: str | None, yielded: int, lines: list[tuple[str, str]]
+) -> None:
+    drawn: list[float] = []
+
+    def main(ranks: ThreadRanks, hub: Hub) -> int:
+        stream = data()
+        with MonitoredLoop(lambda item: hub.gather("step", ranks.rank, 0), ranks=ranks) as loop:
+            for _epoch in range(3):
+                if ranks.rank:
+                    torch.manual_seed(0)
+                for item in loop.until_stop(stream if ranks.rank else range(4)):
+                    loop.run(item)
+                if ranks.rank:
+                    drawn.append(torch.rand(()).item())
+        return stream.yielded
+
+    assert in_threads(2, main) == [0, yielded]
+    message = f"rank 1 has {items} and another rank only 4: until_stop yields 4 on every rank"
+    assert lines == ([] if items is None else [("WARNING", message)])
+    assert len({*drawn}) == 1  # looking for another item takes no random number
+
+
+def test_an_iterator_keeps_the_items_that_are_left(lines: list[tuple[str, str]]) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> list[int]:
+        rest = iter(range(6))
+        with MonitoredLoop(lambda item: hub.gather("step", ranks.rank, 0), ranks=ranks) as loop:
+            for item in loop.until_stop(rest if ranks.rank else range(4)):
+                loop.run(item)
+        return [*rest]
+
+    assert in_threads(2, main) == [[0, 1, 2, 3, 4, 5], [4, 5]]
+    message = "rank 1 has an unknown number of items of data and another rank only 4: until_stop yields 4 on every rank"
+    assert lines == [("WARNING", message)]
+
+
 class WithoutLength:
     """An iterable whose ``len()`` raises, like a DataLoader over most iterable datasets."""
 

@@ -213,15 +213,13 @@ class Cursor:
         of = "" if length is None or length == sys.maxsize else f" of {length}"  # the latter repeats its data for ever
         return f"{'in epoch' if self.nests else 'at item'} {self.taken}{of}"
 
-    def ends_with_item(self, knows_length: bool) -> bool:
-        """Return whether the data of an inner loop are known to end with the current item.
+    @property
+    def ends_with_item(self) -> bool:
+        """Whether the data are known to end with the current item.
 
-        A save that comes due at such an item waits for the item of the outer loop, until the code after the inner loop
-        has run. ``knows_length`` is False if the end was agreed on with other ranks, so that only :attr:`limit` has it.
+        On several ranks they all know it, or none does: a rank that has more items than another one has a limit.
         """
-        if self.depth < 2:
-            return False
-        length = self.length if knows_length else self.limit
+        length = self.length
         return length is not None and self.taken >= length
 
     def add(self, inner: Cursor) -> None:

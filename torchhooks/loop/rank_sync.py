@@ -18,6 +18,9 @@ from typing import Protocol, TypeVar
 
 from torchhooks.common.errors import LifecycleError, PeerError, TorchHooksError, add_note, brief
 from torchhooks.common.log import logger
+from torchhooks.common.random_states import random_states, set_random_states
+from torchhooks.common.source import lines_of_script
+from torchhooks.common.stateful import has_state
 from torchhooks.common.timers import AtSteps, EveryEpochs, EverySteps, Timer
 from torchhooks.data.cursor import length_of
 from torchhooks.lifecycle.hook import PeriodicHook, SessionRunHook
@@ -47,6 +50,7 @@ class RankSync:
         self._last_number = 0
         self._agreed_length = False
         self._warned_of: set[tuple[int, int]] = set()  # lengths of the data, here and on the rank with the fewest
+        self._limited: dict[int, int] = {}  # by the address of data without a length, the number that may be taken
         self.peers = Peers(
             ranks,
             progress=self._progress,
@@ -145,6 +149,7 @@ class RankSync:
 
         If some ranks know how many items they have, all of them make as many as the one with the fewest.
         """
+        self._limited.pop(id(iterable), None)  # of a loop that was left before its end
         known = length_of(iterable)
         length = UNKNOWN_LENGTH if known is None else known
         if limit is not None and (length == UNKNOWN_LENGTH or limit < length):
@@ -154,13 +159,39 @@ class RankSync:
         self._agreed_length = met is not None and met.all_known
         if met is None or met.least == UNKNOWN_LENGTH:
             return limit
-        if met.least != length != UNKNOWN_LENGTH and (length, met.least) not in self._warned_of:
-            self._warned_of.add((length, met.least))  # once, and not in every epoch
-            logger.warning(
-                "rank %d has %d items of data and another rank only %d: until_stop yields %d on every rank",
-                *(self._ranks.rank, length, met.least, met.least),
-            )
+        if met.least == length:
+            return limit  # not the number of items, which a range that is what is left of one has fewer of
+        if length == UNKNOWN_LENGTH:
+            self._limited[id(iterable)] = met.least
+        else:
+            self._warn_of_limit(f"{length} items of data", length, met.least)
         return met.least
+
+    def warn_of_items_left(self, iterable: Iterable[T], rest: Iterator[T], taken: int) -> None:
+        """Log a warning if data without a length have more items than this rank may take, as many as another rank has.
+
+        One item is taken of ``rest``, which is left of the ``iterable`` after ``taken`` items, unless a later loop may
+        take it: from an iterator, or from what saves where it is.
+        """
+        least = self._limited.pop(id(iterable), None)
+        if least is None or taken < least or (UNKNOWN_LENGTH, least) in self._warned_of:
+            return
+        if isinstance(iterable, Iterator) or has_state(iterable):
+            self._warn_of_limit("an unknown number of items of data", UNKNOWN_LENGTH, least)
+            return
+        before = random_states()
+        with contextlib.suppress(Exception):  # the script has not asked for this item, nor for its error
+            next(rest)
+            self._warn_of_limit("more items of data", UNKNOWN_LENGTH, least)
+        set_random_states(before)
+
+    def _warn_of_limit(self, items: str, length: int, least: int) -> None:
+        if (length, least) not in self._warned_of:
+            self._warned_of.add((length, least))  # once, and not in every epoch
+            logger.warning(
+                "rank %d has %s and another rank only %d: until_stop yields %d on every rank",
+                *(self._ranks.rank, items, least, least),
+            )
 
     def data_ended(self) -> None:
         """Meet the other ranks at the end of the data, unless all of them knew where that is."""

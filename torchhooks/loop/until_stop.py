@@ -120,7 +120,8 @@ class DataLoops:
         """Take the items that are left, until the data end or a signal ends them, and measure how long that takes."""
         waited, depth = self._waits.secs, self._waits.depth  # the dict itself: it is never replaced by another
         try:
-            iterator = self._resume(cursor, iterable, resume)
+            rest = self._resume(cursor, iterable, resume)
+            iterator = rest if cursor.limit is None else islice(rest, max(cursor.limit - cursor.taken, 0))
             self._stop_if_data_had_ended(cursor)
             self._between_items(cursor)  # whatever it returns: there is no item yet that would have to be yielded again
             if self._state.stop is not None:
@@ -138,6 +139,8 @@ class DataLoops:
                     raise
                 self._between_items(cursor)
             else:
+                if self._rank_sync is not None:
+                    self._rank_sync.warn_of_items_left(iterable, rest, cursor.taken)
                 self._data_ended(cursor, iterable)
         except StopIteration as error:
             self._end_because_of(error)
@@ -166,7 +169,7 @@ class DataLoops:
         cursor.state = BETWEEN_ITEMS
         # At the end of an inner loop, the code after it still belongs to the item of the outer one. Not at a stop,
         # which leaves no outer item to wait for.
-        if calls.waiting and self._state.stop is None and cursor.ends_with_item(self._rank_sync is None):
+        if calls.waiting and self._state.stop is None and cursor.depth > 1 and cursor.ends_with_item:
             calls.wait_for_outer()
         # After an error in one of the calls, the restored session has not seen the item: it is made again.
         done: list[object] = []
@@ -362,7 +365,7 @@ class DataLoops:
                 raise
             iterator = iter(())
         self._state.defer_lost_workers()  # now that a DataLoader has installed torch's handler
-        return iterator if cursor.limit is None else islice(iterator, max(cursor.limit - cursor.taken, 0))
+        return iterator
 
     def _notice_stop(self, error: Exception | None = None) -> bool:
         """Take up what threads and signals have asked for since the last call, and return whether the loop stops.
