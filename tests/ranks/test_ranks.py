@@ -10,6 +10,7 @@ import itertools
 import math
 import os
 import random
+import re
 import signal
 import sys
 import threading
@@ -27,6 +28,7 @@ from support.rank_threads import Hub, Periodic, Recorder, Schedule, ThreadRanks,
 from support.waiting import wait_until
 from torch.utils.data import DataLoader, IterableDataset
 
+import torchhooks.ranks.agreement as agreement_rules
 import torchhooks.ranks.peers
 import torchhooks.ranks.ranks
 from torchhooks import (
@@ -57,11 +59,19 @@ from torchhooks.lifecycle.loop_state import LoopState, Stop, StoppedBy
 from torchhooks.loop.rank_sync import RankSync
 from torchhooks.loop.schedule import Schedule as HookSchedule
 from torchhooks.ranks.agreement import (
+    BY_STOP_ITERATION,
     CLOSE,
     END,
     ENTER,
+    EPOCH,
     FAILED,
     FAILED_LATER,
+    GATHERING,
+    GONE,
+    HAS_CALLS,
+    HAS_EPOCH,
+    IN_LOOPS,
+    ITEM,
     LEFT,
     RUN_FAILED,
     STOP,
@@ -90,6 +100,22 @@ distributed: Any = torch.distributed  # whose annotations leave out the stores
 # -- the rules ------------------------------------------------------------------------------------------------------
 
 
+def failed_in(run: int, **counts: int) -> Row:
+    return Row(status=RUN_FAILED, made=run - 1, begun=run, counted=run - 1)._replace(**counts)
+
+
+def in_run(run: int) -> Row:
+    return Row(made=run - 1, begun=run)
+
+
+def after_run(run: int) -> Row:
+    return Row(made=run, begun=run)
+
+
+def at(kind: int, run: int = 2, meeting: int = 1, **more: int) -> Row:
+    return Row(made=run, begun=run, meeting=meeting, kind=kind, **more)
+
+
 def test_nothing_happens_while_no_rank_asks() -> None:
     assert Agreement().settle([Row(made=3), Row(made=4)]) == []
 
@@ -114,39 +140,187 @@ def test_a_meeting_is_over_when_all_ranks_have_arrived() -> None:
     agreement = Agreement()
     assert agreement.settle([Row(meeting=1, kind=ENTER, value=5), Row()]) == []
     rows = [Row(meeting=1, kind=ENTER, value=5), Row(meeting=1, kind=ENTER, value=3)]
-    assert agreement.settle(rows) == [Meeting(3, True, None, False)]
+    assert agreement.settle(rows) == [Meeting(3, True)]
     assert agreement.settle(rows) == []
 
 
 def test_a_rank_in_a_later_run_conflicts_with_a_meeting() -> None:
-    rows = [Row(made=3, begun=4), Row(made=3, begun=3, meeting=1, kind=END)]
+    rows = [Row(made=3, begun=4), at(END, 3)]
     assert Agreement().settle(rows) == [Conflict(1, 3, END, 0, 4)]
 
 
-def test_a_rank_may_still_be_ending_the_run_in_which_another_one_left() -> None:
-    agreement, left = Agreement(), Row(made=3, begun=3, meeting=1, kind=CLOSE)
+def test_a_rank_may_still_be_ending_the_run_in_which_another_one_left_by_stop_iteration() -> None:
+    agreement, left = Agreement(), at(CLOSE, 3, detail=BY_STOP_ITERATION)
     for _ in range(9):
-        assert agreement.settle([left, Row(made=3, begun=4)]) == []
-    assert agreement.settle([left, left]) == [Meeting(-1, False, 0, True)]
+        assert agreement.settle([left, in_run(4)]) == []
+    assert agreement.settle([left, left]) == [Meeting(leaver=0, stop=True)]
 
 
-@pytest.mark.parametrize(("begun", "ticks"), [(4, 10), (5, 0)])
-def test_a_rank_that_goes_on_conflicts_with_one_that_left(begun: int, ticks: int) -> None:
-    agreement, rows = Agreement(), [Row(made=3, begun=3, meeting=1, kind=CLOSE), Row(made=begun - 1, begun=begun)]
+@pytest.mark.parametrize(
+    ("detail", "begun", "ticks"), [(0, 4, 0), (BY_STOP_ITERATION, 4, 10), (BY_STOP_ITERATION, 5, 0)]
+)
+def test_a_rank_that_goes_on_conflicts_with_one_that_left(detail: int, begun: int, ticks: int) -> None:
+    agreement, rows = Agreement(), [at(CLOSE, 3, detail=detail), in_run(begun)]
     for _ in range(ticks):
         assert agreement.settle(rows) == []
     assert agreement.settle(rows) == [Conflict(0, 3, CLOSE, 1, begun)]
 
 
-def test_different_meetings_conflict() -> None:
-    rows = [Row(meeting=1, kind=ENTER), Row(meeting=1, kind=END)]
-    assert Agreement().settle(rows) == [Conflict(1, 0, END, 0, 0)]
+def table_of_meetings() -> dict[tuple[str, str], str]:
+    """Return the table in the docstring of the agreement: what follows if two ranks are at these places."""
+    assert agreement_rules.__doc__ is not None
+    _, head, body, *_ = re.split(r"^=[= ]+\n", agreement_rules.__doc__, flags=re.MULTILINE)
+    (_, *others), *rows = [re.split(" {2,}", line.replace("`", "")) for line in (head + body).splitlines()]
+    return {(one, another): text for one, *texts in rows for another, text in zip(others, texts, strict=True)}
 
 
-def test_a_rank_that_leaves_ends_the_others_at_the_same_run() -> None:
+TABLE = table_of_meetings()
+IN_GATHERING, LATER = "gathering", "a later run"
+KINDS = {"ENTER": ENTER, "ITEM": ITEM, "END": END, "CLOSE": CLOSE}
+
+
+def place(name: str, **more: int) -> Row:
+    """Return the row of a rank that is at the place of this name after run 2."""
+    if name == IN_GATHERING:
+        return after_run(2)._replace(gatherings=1)
+    return in_run(3) if name == LATER else at(KINDS[name], detail=name == "ENTER", **more)
+
+
+def test_the_table_of_meetings_is_complete() -> None:
+    assert [*TABLE] == [(one, another) for one in KINDS for another in (*KINDS, IN_GATHERING, LATER)]
+    assert all(TABLE[one, another] == TABLE[another, one] for one in KINDS for another in KINDS)
+
+
+@pytest.mark.parametrize(("one", "another"), TABLE)
+@pytest.mark.parametrize("first", [0, 1])
+def test_what_follows_where_two_ranks_are_is_what_the_table_says(one: str, another: str, first: int) -> None:
+    def settle(agreement: Agreement, **more: int) -> Any:
+        rows = [place(one, **more), place(another)]
+        events = agreement.settle(rows if first == 0 else rows[::-1])
+        return next((each for each in events if not isinstance(each, CallForPromises)), None)
+
     agreement = Agreement()
-    rows = [Row(made=2, begun=2, meeting=1, kind=END), Row(made=2, begun=2, meeting=1, kind=CLOSE)]
-    assert agreement.settle(rows) == [Meeting(-1, False, 1, True)]
+    event = settle(agreement)
+    match TABLE[one, another]:
+        case "an error" if another == IN_GATHERING:
+            assert event is None  # the rank in the gathering raises the error
+        case "an error":
+            assert isinstance(event, Conflict)
+            assert {event.rank, event.other} == {0, 1}
+            assert event.rank == first or another in KINDS
+        case "joins":
+            assert event == Conflict(first, 2, CLOSE, 1 - first, 2)
+            assert Agreement().settle([at(CLOSE, detail=HAS_CALLS), place(IN_GATHERING)]) == []
+        case "all go on":
+            assert (event.stop, agreement.stopped) == (False, False)
+        case "all end":
+            assert event == Meeting(leaver=0, stop=True)
+        case "parting":
+            leaver = first if one == "CLOSE" else 1 - first
+            assert (event.leaver, event.stays, event.stop, event.is_parting) == (leaver, 1 - leaver, True, True)
+            asked = settle(Agreement(), asked=STOP)
+            assert (asked.stop, asked.is_parting, asked.askers) == (True, False, (first,))
+        case "END passes":
+            assert event == Meeting()
+            for name, expected in [("CLOSE", Meeting(leaver=0, stop=True)), ("ITEM", None), ("END", Meeting())]:
+                later = Agreement()
+                settle(later)
+                rows = [place("CLOSE"), place(name, meeting=2)]
+                (event,) = later.settle(rows)
+                assert event == (expected or Meeting(leaver=0, stop=True, stays=1))
+        case text:
+            pytest.fail(text)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_loops_of_another_depth_are_another_place(depth: int) -> None:
+    assert Agreement().settle([at(ENTER, detail=depth), at(ENTER, detail=1)]) == (
+        [Meeting()] if depth == 1 else [Conflict(0, 2, ENTER, 1, 2, ENTER)]
+    )
+
+
+def test_a_rank_that_left_its_loops_is_named_where_it_begins_another() -> None:
+    rows = [at(ITEM), at(ENTER, detail=1, loops=GONE)]
+    assert Agreement().settle(rows) == [Conflict(1, 2, CLOSE, 0, 2, ITEM)]
+
+
+@pytest.mark.parametrize(
+    ("other", "waits"),
+    [
+        (at(ITEM), True),
+        (at(ENTER, detail=2), True),
+        (at(ENTER, detail=1), False),  # of another loop, which the first rank may begin too
+        (after_run(2)._replace(gatherings=1), True),
+        (after_run(2), False),
+        (after_run(1)._replace(gatherings=1), False),  # before the run after which the first rank left
+    ],
+)
+def test_a_rank_that_left_its_loops_has_fifty_ticks_to_come_to_the_end_of_the_block(other: Row, waits: bool) -> None:
+    gone = after_run(2)._replace(loops=GONE)
+    agreement = Agreement()
+    assert [agreement.settle([gone, other]) for _ in range(50)] == [[]] * 50
+    events = agreement.settle([gone, other])
+    assert events == ([Conflict(0, 2, CLOSE, 1, 2, other.kind)] if waits else [])
+    other, agreement = at(ITEM), Agreement()
+    assert agreement.settle([gone, other]) == []
+    assert agreement.settle([at(CLOSE, loops=GONE), other]) == [Meeting(leaver=0, stop=True, stays=1)]
+
+
+def test_a_rank_that_left_its_loops_is_named_at_once_where_another_makes_a_later_run_in_them() -> None:
+    gone = after_run(2)._replace(loops=GONE)
+    assert Agreement().settle([gone, in_run(3)._replace(loops=IN_LOOPS)]) == [Conflict(0, 2, CLOSE, 1, 3)]
+    # A run outside of every until_stop, which the first rank may come to.
+    assert Agreement().settle([gone, in_run(3)]) == []
+
+
+def test_the_end_of_the_data_passes_a_rank_that_left_its_loops() -> None:
+    agreement, gone = Agreement(), after_run(2)._replace(loops=GONE)
+    assert agreement.settle([gone, at(END)]) == [Meeting()]
+    assert agreement.settle([at(CLOSE, loops=GONE), at(CLOSE, meeting=2)]) == [Meeting(leaver=0, stop=True)]
+    assert Agreement().settle([after_run(1)._replace(loops=GONE), at(END)]) == []
+    assert Agreement().settle([after_run(2), at(END)]) == []
+
+
+def test_a_rank_that_leaves_joins_the_end_of_an_epoch_that_is_due_on_it_too() -> None:
+    ending = after_run(2)._replace(epochs=1)
+    assert Agreement().settle([at(CLOSE, detail=HAS_EPOCH), ending]) == []
+    assert Agreement().settle([at(CLOSE, detail=HAS_CALLS), ending]) == [Conflict(0, 2, CLOSE, 1, 2)]
+    assert Agreement().settle([at(CLOSE, detail=HAS_EPOCH), place(IN_GATHERING)]) == [Conflict(0, 2, CLOSE, 1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("other", "conflict"),
+    [
+        (place(IN_GATHERING), Conflict(0, 2, EPOCH, 1, 2, GATHERING)),
+        (in_run(3), Conflict(0, 2, EPOCH, 1, 3)),
+        (at(END), Conflict(1, 2, END, 0, 2)),
+        (at(ITEM), Conflict(1, 2, ITEM, 0, 2)),
+        (after_run(2), None),  # it is on its way there
+        (in_run(2), None),
+    ],
+)
+def test_a_rank_that_calls_hooks_at_the_end_of_an_epoch_waits_for_none_that_goes_on_in_it(
+    other: Row, conflict: Conflict | None
+) -> None:
+    assert Agreement().settle([after_run(2)._replace(epochs=1), other]) == ([] if conflict is None else [conflict])
+
+
+def test_ranks_part_when_all_have_come_to_a_meeting_or_after_ten_ticks() -> None:
+    rows = [at(CLOSE), at(ITEM), after_run(2)]
+    agreement = Agreement()
+    assert [agreement.settle(rows) for _ in range(10)] == [[]] * 10
+    assert agreement.settle(rows) == [Conflict(0, 2, CLOSE, 1, 2, ITEM)]
+    agreement = Agreement()
+    assert agreement.settle(rows) == []
+    assert agreement.settle([at(CLOSE), at(ITEM), at(ITEM)]) == [Meeting(leaver=0, stop=True, stays=1)]
+    assert Agreement().settle([at(CLOSE), at(END), after_run(2)]) == []
+    assert Agreement().settle([at(CLOSE), at(END), at(ITEM)]) == [Conflict(0, 2, CLOSE, 2, 2, ITEM)]
+
+
+def test_a_stop_that_is_asked_for_takes_effect_at_the_meeting() -> None:
+    agreement = Agreement()
+    rows = [at(ITEM), at(ITEM, asked=STOP)]
+    assert agreement.settle(rows) == [CallForPromises(), Meeting(stop=True, askers=(1,))]
     assert agreement.settle([Row(status=LEFT), Row(status=LEFT)]) == [AllLeft()]
 
 
@@ -155,7 +329,7 @@ def test_a_stop_that_the_data_prevent_takes_effect_where_they_end() -> None:
     agreement.settle([Row(made=2, begun=2, asked=STOP), Row(made=2, begun=2)])
     agreement.settle([Row(made=2, begun=2, asked=STOP, promise=3), Row(made=2, begun=2, promise=3)])
     rows = [Row(made=2, begun=2, meeting=1, kind=END)] * 2
-    assert agreement.settle(rows) == [Meeting(-1, False, None, True)]
+    assert agreement.settle(rows) == [Meeting(stop=True, askers=())]
 
 
 def test_a_rank_that_failed_because_of_another_waits_for_its_failure() -> None:
@@ -168,16 +342,9 @@ def test_the_rank_that_failed_first_is_named() -> None:
     assert Agreement().settle(rows) == [Failure(2, 5, (0, 2))]
 
 
-def failed_in(run: int, **counts: int) -> Row:
-    return Row(status=RUN_FAILED, made=run - 1, begun=run, counted=run - 1)._replace(**counts)
-
-
-def in_run(run: int) -> Row:
-    return Row(made=run - 1, begun=run)
-
-
-def after_run(run: int) -> Row:
-    return Row(made=run, begun=run)
+def test_a_rank_that_left_may_join_no_run_that_failed() -> None:
+    rows = [at(CLOSE, 3, meeting=0), failed_in(4)]
+    assert Agreement().settle(rows) == [Failure(1, 4, (1,))]
 
 
 def test_the_ranks_go_on_after_a_run_that_failed_on_all_of_them() -> None:
@@ -1150,10 +1317,12 @@ def skips_an_item(ranks: ThreadRanks, hub: Hub) -> None:
 def test_an_error_that_one_rank_catches_before_a_run_is_an_error_where_the_data_end() -> None:
     errors = in_threads(2, skips_an_item)
     assert [type(error) for error in errors] == [PeerError] * 2
-    assert {str(error) for error in errors} == {
-        "rank 1 left the loop after run 3, while rank 0 is at run 4: give every rank the same number of items, and "
-        "leave the loop on all ranks or on none"
-    }
+    assert str(errors[0]) == str(errors[1])
+    assert re.fullmatch(
+        r"rank 1 came to the end of its data, and closed its loop, after run 3, test_ranks\.py:\d+; "
+        r"rank 0 goes on with run 4: give every rank the same number of items, and make a run for the same of them",
+        str(errors[0]),
+    )
 
 
 def test_values_of_different_runs_are_not_gathered() -> None:
@@ -1884,7 +2053,7 @@ def one_goes(rank: int, way: str) -> str:
         ("kill", "1, 3: ", -signal.SIGKILL),
         pytest.param("exit", "1, 4: SystemExit: 3", 3, marks=pytest.mark.release),
         pytest.param("exit at once", "1, 3: ", 3, marks=pytest.mark.release),
-        pytest.param("break", "1, 3: left the loop", 0, marks=pytest.mark.ranks),
+        pytest.param("break", "1, 3: left its loop by break", 0, marks=pytest.mark.ranks),
         pytest.param("fewer", "1, 3: came to the end", 0, marks=pytest.mark.release),
     ],
 )

@@ -26,6 +26,7 @@ from torchhooks.data.cursor import (
     ENDED,
     IN_ITEM,
     Cursor,
+    CursorState,
     Saved,
     SavedCursor,
     is_plain_iterator,
@@ -378,6 +379,18 @@ class DataPosition:
             self._stop = _StopPosition(path, None, self._is_in_epoch, is_at_end=False)
 
     @property
+    def loops(self) -> list[int]:
+        """The loops that the position consists of, outermost first, each by its order."""
+        if self._stop is not None:
+            return [each.order for each in self._stop.path]
+        return [cursor.order for cursor, _ in self._places()]
+
+    @property
+    def place_of_stop(self) -> list[tuple[int, int, CursorState]]:
+        """At which item of which loops a stop was noticed, from the outermost one."""
+        return [] if self._stop is None else [(each.order, each.taken, each.state) for each in self._stop.path]
+
+    @property
     def _is_at_end(self) -> bool:
         if len(self._open) != 1:
             return False
@@ -462,18 +475,26 @@ class DataPosition:
 
     def _current(self, at_should_stop: bool = False, in_item: bool = False) -> tuple[list[SavedCursor], str | None]:
         """Return the path, and the key of the data that are to be resumed by their own state."""
-        first = self._root.inner
-        if first is None or self.is_repeating:
+        if self._root.inner is None or self.is_repeating:
             return self._path, None  # what is left is what was left in the checkpoint
-        runs = self._counter.runs
+        places = self._places(at_should_stop, in_item)
+        path = [cursor.saved(state, self._counter.runs) for cursor, state in places]
+        last, state = places[-1]
+        return path, last.key if state is BETWEEN_ITEMS else None
+
+    def _places(self, at_should_stop: bool = False, in_item: bool = False) -> list[tuple[Cursor, CursorState]]:
+        """Return the loops that the position consists of, outermost first, and where the body of each is."""
+        first = self._root.inner
+        if first is None:
+            return []
         *around, last = self._open or [first]
-        path = [cursor.saved(IN_ITEM, runs) for cursor in around]
-        state = last.state
+        places, state = [(cursor, IN_ITEM) for cursor in around], last.state
         if state is IN_ITEM:
             if last.inner is not None and (in_item or (at_should_stop and last.inner.left)):
-                return [*path, last.saved(IN_ITEM, runs), last.inner.saved(ENDED, runs)], None
-            state = BETWEEN_ITEMS if last.counts_as_done(runs) and not in_item else IN_ITEM
-        return [*path, last.saved(state, runs)], last.key if state is BETWEEN_ITEMS else None
+                return [*places, (last, IN_ITEM), (last.inner, ENDED)]
+            is_done = last.counts_as_done(self._counter.runs) and not in_item
+            state = BETWEEN_ITEMS if is_done else IN_ITEM
+        return [*places, (last, state)]
 
 
 def outer_position(states: list[Saved | None]) -> Saved | None:

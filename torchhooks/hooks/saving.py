@@ -525,13 +525,22 @@ class CheckpointSaverHook(PeriodicHook):
             return False
         # With several ranks, all of them have to know whether one refuses before the chief writes.
         refusals: list[Refusal] | None = [] if self._is_async and session.ranks.size == 1 else None
-        answer = session.why_no_checkpoint(refusals), may_wait and self._decide_to_wait(session)
+        loops = None if session.position is None else session.position.loops
+        answer = session.why_no_checkpoint(refusals), may_wait and self._decide_to_wait(session), loops
         answers = session.ranks.gather(answer, "a checkpoint")
-        reason = next((each for each, _ in answers if each is not None), None)
-        self._waits = reason is None and any(waits for _, waits in answers)
+        reason = next((each for each, _, _ in answers if each is not None), None)
+        self._waits = reason is None and any(waits for _, waits, _ in answers)
         if reason is not None:
             self._handled = step, finish
             logger.warning("no checkpoint of step %d: %s", step, reason)
+            return False
+        if any(each != loops for _, _, each in answers):
+            # Not handled: if the ranks come together without a further run, it is saved at the end.
+            logger.warning(
+                "no checkpoint of step %d: the ranks are in different loops over their data, so none of them could "
+                "resume from it. Begin the same loops on all ranks, and leave them after the same run",
+                step,
+            )
             return False
         if self._waits:
             if "waiting" not in session.warned:

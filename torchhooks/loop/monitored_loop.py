@@ -530,7 +530,7 @@ class MonitoredLoop(Generic[R]):
         state, rank_sync = self._state, self._runner.rank_sync
         if state.phase is Phase.CLOSED:
             return
-        if rank_sync is not None and (failure := rank_sync.close(error)) is not None:
+        if rank_sync is not None and (failure := rank_sync.close(error, self._data)) is not None:
             self._close(failure)
             raise failure
         self._runner.caught.look()

@@ -26,10 +26,33 @@ from torchhooks.data.cursor import length_of
 from torchhooks.lifecycle.hook import PeriodicHook, SessionRunHook
 from torchhooks.lifecycle.loop_state import NO_OUTPUTS, RUNNING, LoopState, Stop, StoppedBy
 from torchhooks.loop.schedule import Schedule
-from torchhooks.ranks.agreement import CLOSE, END, ENTER, STOP, UNKNOWN_LENGTH, WHERE, Meeting, Round
+from torchhooks.ranks.agreement import (
+    BY_STOP_ITERATION,
+    CLOSE,
+    END,
+    ENTER,
+    GONE,
+    ITEM,
+    OUTSIDE,
+    STOP,
+    UNKNOWN_LENGTH,
+    WHERE,
+    Meeting,
+    Round,
+)
 from torchhooks.ranks.peers import Peers, TrainingProgress
 from torchhooks.ranks.ranks import LoopRanks, OtherPurposeError
 from torchhooks.ranks.transport import is_communication_error
+
+T = TypeVar("T")
+
+
+class CallsAtClose(Protocol):
+    """What a rank that leaves its loops has to do with the others: :class:`torchhooks.loop.until_stop.DataLoops`."""
+
+    def due(self) -> int: ...
+    def make(self, calls: int) -> None: ...
+    def stop(self) -> None: ...
 
 
 class RankSync:
@@ -48,7 +71,7 @@ class RankSync:
         self.run_number = 0
         """The number of the run in progress if hooks take part in it, until its last ``after_run`` is over."""
         self._last_number = 0
-        self._agreed_length = False
+        self._agreed_lengths: list[bool] = []  # of the open loops, from the outermost
         self._warned_of: set[tuple[int, int]] = set()  # lengths of the data, here and on the rank with the fewest
         self._limited: dict[int, int] = {}  # by the address of data without a length, the number that may be taken
         self.peers = Peers(
@@ -144,10 +167,11 @@ class RankSync:
 
     # -- data ---------------------------------------------------------------------------------------------------------
 
-    def enter(self, iterable: Iterable[object], limit: int | None) -> int | None:
+    def enter(self, iterable: Iterable[object], limit: int | None, depth: int) -> int | None:
         """Meet the other ranks at the start of an ``until_stop``, and return the ``limit`` to use for its items.
 
-        If some ranks know how many items they have, all of them make as many as the one with the fewest.
+        ``depth`` is that of the loop: 1 outside of all others. If some ranks know how many items they have, all of them
+        make as many as the one with the fewest.
         """
         self._limited.pop(id(iterable), None)  # of a loop that was left before its end
         known = length_of(iterable)
@@ -155,8 +179,8 @@ class RankSync:
         if limit is not None and (length == UNKNOWN_LENGTH or limit < length):
             length = limit
         self.peers.is_outside = False  # without a lock: only the training thread writes it
-        met = self._meet(ENTER, length)
-        self._agreed_length = met is not None and met.all_known
+        met = self._meet(ENTER, length, depth)
+        self._agreed_lengths[depth - 1 :] = [met is not None and met.all_known]
         if met is None or met.least == UNKNOWN_LENGTH:
             return limit
         if met.least == length:
@@ -193,25 +217,54 @@ class RankSync:
                 *(self._ranks.rank, items, least, least),
             )
 
-    def data_ended(self) -> None:
-        """Meet the other ranks at the end of the data, unless all of them knew where that is."""
-        if not self._agreed_length:
+    def next_item(self) -> None:
+        """Meet the other ranks where the body asks for the next item of a loop that has inner ones."""
+        self._meet(ITEM)
+
+    def loops_are_over(self, left: str = "") -> None:
+        """Tell the other ranks that the outermost loop is over; ``left`` says where the script has left it."""
+        self.peers.left, self.peers.loops = left, GONE if left else OUTSIDE
+        self.peers.is_outside = True
+
+    def epoch_ends(self, due: Iterable[SessionRunHook]) -> None:
+        """Tell the other ranks that hooks are called for the end of an epoch, unless this rank alone has them."""
+        if not all(map(self._ranks.has_locally, due)):
+            self.peers.epochs += 1
+
+    def data_ended(self, depth: int) -> None:
+        """Meet the other ranks at the end of the data of a loop, unless all of them knew where that is."""
+        if not self._agreed_lengths[depth - 1]:
             self._meet(END)
         self.peers.is_outside = True
 
-    def _meet(self, kind: int, value: int = UNKNOWN_LENGTH, why: str = "") -> Meeting | None:
-        met, rounds = self.peers.meet(kind, value, why)
+    def raise_parting(self) -> None:
+        """Raise the PeerError, and end the loop, if all ranks have stopped because one of them has left its loops.
+
+        Called once they have saved what they have in common.
+        """
+        parting, self.peers.parting = self.peers.parting, None
+        if parting is not None:
+            self._state.fail(parting)
+            raise parting
+
+    def _meet(self, kind: int, value: int = UNKNOWN_LENGTH, detail: int = 0, why: str = "") -> Meeting | None:
+        """Wait for the other ranks; return ``None`` if the loop stops."""
+        met, rounds = self.peers.meet(kind, value, detail, why)
         try:
             self._apply(rounds)
         except PeerError as error:
-            add_note(error, f"torchhooks: rank {self._ranks.rank} waited for the others where it {WHERE[kind]}")
+            if kind != CLOSE or error.rank != self._ranks.rank:  # the error says where this rank has left
+                add_note(error, f"torchhooks: rank {self._ranks.rank} waited for the others where it {WHERE[kind]}")
             raise
-        return met
+        return None if self.peers.has_stopped else met
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def close(self, error: BaseException | None) -> BaseException | None:
-        """Meet the other ranks before the loop closes without an agreed stop; return why it must not end well."""
+    def close(self, error: BaseException | None, calls: CallsAtClose) -> BaseException | None:
+        """Meet the other ranks before the loop closes without an agreed stop; return why it must not end well.
+
+        Until all of them have left it, this one makes the ``calls`` that the others may make.
+        """
         if not self.peers.is_connected:
             return None
         clean = error is None or type(error) is StopIteration
@@ -223,10 +276,36 @@ class RankSync:
                     return failure
             elif not self.peers.has_stopped:
                 reason = brief(error) if error is not None else self._state.reason or "closed"
-                self._meet(CLOSE, why=Stop(reason, StoppedBy.END).to_text())
+                if not self.peers.left:
+                    self.peers.left = self._how_left(error)
+                self._meet_to_leave(Stop(reason, StoppedBy.END).to_text(), calls, by_error=error is not None)
         except BaseException as another:  # such as KeyboardInterrupt: the loop has to be closed in any case
             return None if another is failure else another
         return None
+
+    def _how_left(self, error: BaseException | None) -> str:
+        """Return how the script has left the loop, if it was not by leaving an ``until_stop``."""
+        after = f"after run {self._state.runs}"
+        how = "closed its loop" if error is None else f"ended its loop by {brief(error)}"
+        if error is None and self._state.data_have_ended:
+            how = f"{WHERE[END]}, and closed its loop,"
+        return f"{how} {after}, {lines_of_script()[0]}"
+
+    def _meet_to_leave(self, why: str, calls: CallsAtClose, *, by_error: bool) -> None:
+        peers = self.peers
+        while not peers.has_stopped:
+            joins = calls.due()
+            self._meet(CLOSE, detail=joins | (BY_STOP_ITERATION if by_error else 0), why=why)
+            if not peers.has_stopped:
+                calls.make(peers.awaited(joins))  # another rank does, where the script has left its loops on this one
+        if self.has_parted:
+            calls.stop()
+        self.raise_parting()
+
+    @property
+    def has_parted(self) -> bool:
+        """Whether all ranks make the calls for a stop where they are, because one of them has left its loops there."""
+        return self.peers.has_parted
 
     def run_failed(self, error: BaseException, *, in_run: bool) -> None:
         """Tell the other ranks that a run, or a call between two runs, failed here with ``error``, and wait for them.

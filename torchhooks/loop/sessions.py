@@ -195,10 +195,11 @@ class Sessions:
         session, arguments, state = self.session, self._arguments, self._state
         if state.stop is not None and state.stop.by in _ASKED_TO_STOP:
             return  # all ranks have agreed on the stop, so none is finished; one may have left with an error after it
-        is_agreed = why == DATA_ENDED and not state.by_signal  # as all ranks agree on the end of their data
-        reasons = [why] if is_agreed else session.ranks.gather(why, "whether the training run is finished")
+        reasons = session.ranks.gather(why, "whether the training run is finished")
         if why is None or None in reasons:
             return
+        # The data may have ended on one rank where the script has left its loop on another one. All say the same.
+        why = next((each for each in reasons if each is not None and each != DATA_ENDED), why)
         self.position.finish(why)
         is_told = session.ranks.is_chief and (arguments.has_saver or self._folder is not None)
         if is_told and why != DATA_ENDED:

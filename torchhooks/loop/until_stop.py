@@ -16,6 +16,7 @@ from torchhooks.data.position import DATA_ENDED
 from torchhooks.lifecycle.loop_state import IDLE, RUNNING, LeftBySignalError, Phase, Stop, StoppedBy
 from torchhooks.loop.open_loops import follows_another
 from torchhooks.loop.runner import Runner
+from torchhooks.ranks.agreement import HAS_CALLS, HAS_EPOCH
 
 T = TypeVar("T")
 
@@ -106,9 +107,10 @@ class DataLoops:
         self._stop_if_finished()
         is_between_runs = state.phase is IDLE and state.stop is None
         if self._rank_sync is not None and is_between_runs:  # inside a run, not all ranks iterate
-            limit = self._rank_sync.enter(iterable, limit)
+            limit = self._rank_sync.enter(iterable, limit, self._position.depth + 1)
         if self._notice_stop():  # before iter(), which may draw random numbers
             self._stop_before_loop()
+            self._raise_parting()
             self._leave_at_signal()
             return None
         self._waits.depth += 1
@@ -177,15 +179,41 @@ class DataLoops:
         if is_due and not self._runner.make(lambda: done.extend(calls.make_due())):
             cursor.state = IN_ITEM
             return False
+        # After these calls, in which the ranks gather. Before looking for a stop, which one of them may ask for.
+        if self._rank_sync is not None and self._meets_for_next(cursor):
+            self._rank_sync.next_item()
         # Last, because the calls above may ask for a stop. It saves here, except what has just been saved.
         if self._notice_stop() and cursor.is_in_position and not self._position.is_at_stop:
-            self._position.stop_here()
-            self._make_stop_calls(done)
+            if self._has_parted:
+                self.stop()  # with the calls that were just made, as on the rank that has left its loops
+            else:
+                self._position.stop_here()
+                self._make_stop_calls(done)
+        self._raise_parting()
         return True
+
+    def _meets_for_next(self, cursor: Cursor) -> bool:
+        """Return whether the ranks meet where the body asks for the next item of ``cursor``.
+
+        They do in a loop that has inner ones, so that no body begins on any rank if a stop was asked for since the last
+        run, and that a rank which has left the loop is noticed.
+        """
+        state = self._state
+        if not (cursor.nests and cursor.is_in_position and cursor.has_new_item):
+            return False
+        return not cursor.ends_with_item and state.phase is IDLE and state.stop is None
+
+    @property
+    def _has_parted(self) -> bool:
+        return self._rank_sync is not None and self._rank_sync.has_parted
+
+    def _raise_parting(self) -> None:
+        if self._rank_sync is not None:
+            self._rank_sync.raise_parting()
 
     def _data_ended(self, cursor: Cursor, iterable: object) -> None:
         if self._rank_sync is not None and cursor.is_in_position:
-            self._rank_sync.data_ended()
+            self._rank_sync.data_ended(cursor.depth)
         if cursor.is_in_position and not self._state.runs:
             self._note_items(cursor, iterable)
         cursor.end()
@@ -220,6 +248,12 @@ class DataLoops:
             if not leaves_at_end_of_body(asked, lines_of_script()[0]):
                 logger.warning(_LEFT_AT_SHOULD_STOP, self._state.runs)
         self._position.close(cursor)
+        if self._rank_sync is not None and cursor.depth == 1:
+            left = ""
+            if cursor.left and self._state.stop is None:
+                what, line = "the loop over epochs" if cursor.nests else "its loop", lines_of_script()[0]
+                left = f"left {what} {line.way_out()} after run {self._state.runs}, {line}"
+            self._rank_sync.loops_are_over(left)
         # At a stop, the epoch goes on in another process. But a body that leaves for a reason of its own has ended its
         # loop, even if a stop was requested in its last run.
         if not self._position.is_at_stop and self._is_healthy():
@@ -344,6 +378,8 @@ class DataLoops:
             self._runner.warn_of_no_step()
         accumulated, due = self._schedule.accumulated, self._schedule.due_at_end_of(ended)
         accumulated.epoch_ended()  # first, so that a checkpoint from a call below says so
+        if self._rank_sync is not None:
+            self._rank_sync.epoch_ends([slot.hook for slot in due])
         if not due:
             self._schedule.ask(())  # after a break, no run is idle until the schedule is made again
         if due and self._state.phase in (RUNNING, Phase.CLOSED):
@@ -418,11 +454,44 @@ class DataLoops:
             self._position.stop_here(at_should_stop=True)
             self._make_stop_calls()
 
+    # With several ranks, where the loop closes on this one: see RankSync.close().
+
+    def due(self) -> int:
+        """Return which calls are due: HAS_CALLS for the end of an item, which this rank has left; HAS_EPOCH."""
+        if not self._is_healthy():
+            return 0
+        outermost = self._position.trained_loop
+        inner = None if outermost is None else outermost.inner
+        # If the body has left an inner loop too, or is still in one, another rank may be elsewhere in its data.
+        is_alike = not self._deferred.depth() and not (inner is not None and inner.left)
+        has_calls = self._deferred.waiting and is_alike
+        return (HAS_CALLS if has_calls else 0) | (HAS_EPOCH if self._deferred.epoch_end is not None else 0)
+
+    def make(self, calls: int) -> None:
+        """Make these ``calls``."""
+        if calls & HAS_EPOCH:
+            self._deferred.make_owed_epoch_end()
+        elif calls & HAS_CALLS:
+            self._runner.make(self._deferred.make_all)
+
+    def stop(self) -> None:
+        """Make the calls for a stop, where the ranks part, if all of them are at the same place in their data.
+
+        Otherwise they could not resume from what is saved here.
+        """
+        if not self._position.is_at_stop:
+            self._position.stop_here()
+            places = self._runner.session.ranks.gather(self._position.place_of_stop, "where the ranks part")
+            if places.count(places[0]) == len(places):
+                self._make_stop_calls()
+
     def _stop_before_loop(self) -> None:
         """Take up a stop that keeps an ``until_stop`` from beginning."""
         if self._state.phase is RUNNING:
             return  # in a run, as in the evaluation of a hook: the item of that run takes up the stop
-        if not self._position.is_at_stop:
+        if self._has_parted:
+            self.stop()  # the loop is begun on no other rank, so its position is none
+        elif not self._position.is_at_stop:
             self._position.stop_before_loop()
             if self._deferred.depth():
                 self._make_stop_calls()

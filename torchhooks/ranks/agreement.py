@@ -7,16 +7,45 @@ Every rank sends one :class:`Row` in each tick and receives the rows of all rank
 2. Each rank promises the number of the run in progress, and holds at the end of that run.
 3. The largest promise is the last run of the round. Every rank continues to it and then does what was asked.
 
-Where a rank's data begin or end, and where it leaves the loop, it arrives at a *meeting* between two runs. A meeting is
-over once all ranks have arrived at it after the same number of runs. If one of them is in a later run, it will never
-arrive, and that is an error on all of them. A rank at a meeting promises the next run, so that no rank stops before the
-meeting while others stop at it: they would save different positions in the data. A stop that is decided before the
-meeting is over takes effect there.
+Between two runs, a rank arrives at *meetings*: where it begins a loop over data, asks for the next item of a loop that
+has inner ones, comes to the end of its data, and leaves the loop. A meeting is over once all ranks have arrived at it
+after the same number of runs. A rank at a meeting promises the next run, so that no rank stops before the meeting while
+others stop at it: they would save different positions in the data. If a stop was asked for or decided before the
+meeting is over, all ranks stop there.
+
+What follows if two ranks are at different places after the same number of runs. ``ENTER`` counts as the same place only
+in loops of the same depth. A *gathering* is a call of ``Ranks.gather`` between two runs, as in a save that is due:
+
+=============  =========  =========  ==============  ==============  =========  ===========
+one / another  ``ENTER``  ``ITEM``   ``END``         ``CLOSE``       gathering  a later run
+=============  =========  =========  ==============  ==============  =========  ===========
+``ENTER``      all go on  an error   an error        parting         an error   an error
+``ITEM``       an error   all go on  an error        parting         an error   an error
+``END``        an error   an error   all go on       ``END`` passes  an error   an error
+``CLOSE``      parting    parting    ``END`` passes  all end         joins      an error
+=============  =========  =========  ==============  ==============  =========  ===========
+
+* *An error*: a ``Conflict``, which is a PeerError on all ranks and says where the two are. The rank in a gathering
+  raises a LifecycleError itself.
+* *Parting*: the script has left its loops on one rank, and goes on on another one. If a stop was asked for, all ranks
+  stop here. Otherwise all of them save here, where they are together for the last time, and then raise a PeerError.
+* ``END`` *passes*: the data are over for both. The rank at ``END`` continues, to ``CLOSE`` or to one of the others.
+* *Joins*: if a save is due on the rank that leaves, too, it makes that save with the other one, and comes back to
+  ``CLOSE``. If none is, this is an error. It joins the calls for the end of an epoch in the same way, in which an
+  evaluation may need all ranks: they are due on a rank that has left an epoch by ``break`` where the data of another
+  one end.
+
+A rank that has left its outermost loop by ``break`` says so at once, because it may never arrive at ``CLOSE``: what the
+script calls next may need the other ranks. If another rank makes a later run in that loop, this is an error. ``END``
+passes as if the first one were at ``CLOSE``. If another rank waits for it, at ``ITEM``, at ``ENTER`` inside of that
+loop, in a gathering, or where hooks are called at the end of an epoch, it has fifty ticks to arrive. Then it is an
+error. So it is if a rank calls its hooks for the end of an epoch in which another one gathers, or makes a later run.
 """
 
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -30,12 +59,40 @@ on.
 STOP = 1
 """The bit that asks for a stop. The higher bits ask for collective hooks."""
 
-ENTER, END, CLOSE = range(1, 4)
-"""Where a meeting is: at the start of ``until_stop``, at the end of its data, or where the loop closes."""
+ENTER, ITEM, END, CLOSE = range(1, 5)
+"""Where a meeting is.
+
+At the start of ``until_stop``, where it asks for the next item of a loop that has inner ones, at the end of its data,
+or where the loop closes.
+"""
+
+GATHERING, EPOCH = 5, 6
+"""Where a rank is that has a Conflict at no meeting: in a gathering, or in the calls for the end of an epoch."""
+
+HAS_CALLS, HAS_EPOCH, BY_STOP_ITERATION = 1, 2, 4
+"""The bits of ``detail`` at CLOSE.
+
+A save is due on the rank; the hooks were not called yet for the end of its epoch; it leaves because a run raised
+``StopIteration``.
+"""
+
+OUTSIDE, IN_LOOPS, GONE = range(3)
+"""What the script does on a rank.
+
+It is outside of every ``until_stop``; it is in one; or it has left the outermost one by ``break`` or ``return``, and
+has begun no other since.
+"""
 
 UNKNOWN_LENGTH = -1
 
-WHERE = {ENTER: "entered until_stop()", END: "came to the end of its data", CLOSE: "left the loop"}
+WHERE = {
+    ENTER: "entered until_stop()",
+    ITEM: "asked for the next item",
+    END: "came to the end of its data",
+    CLOSE: "left the loop",
+    GATHERING: "gathers values",
+    EPOCH: "came to the end of an epoch",
+}
 
 
 class Row(NamedTuple):
@@ -50,8 +107,13 @@ class Row(NamedTuple):
         meeting: at how many meetings the rank has arrived.
         kind: the kind of the last of them.
         value: at ENTER, the number of items, or UNKNOWN_LENGTH.
+        detail: at ENTER, the depth of the loop, which is 1 outside of all others. At CLOSE, HAS_CALLS, HAS_EPOCH and
+            BY_STOP_ITERATION.
         states: how many times the ranks have told each other where they are; one more if this rank asks for it.
         counted: if a run failed, how many runs count. Otherwise 0.
+        gatherings: in how many gatherings the training thread has taken part, with the one in progress.
+        epochs: at the ends of how many epochs the hooks were called, with the one in progress.
+        loops: OUTSIDE, IN_LOOPS or GONE.
     """
 
     status: int = LIVE
@@ -62,8 +124,17 @@ class Row(NamedTuple):
     meeting: int = 0
     kind: int = 0
     value: int = UNKNOWN_LENGTH
+    detail: int = 0
     states: int = 0
     counted: int = 0
+    gatherings: int = 0
+    epochs: int = 0
+    loops: int = OUTSIDE
+
+    @property
+    def run(self) -> int:
+        """The run that the rank has made last, or is in."""
+        return max(self.made, self.begun)
 
 
 class CallForPromises(NamedTuple):
@@ -86,22 +157,35 @@ class Meeting(NamedTuple):
         all_known: whether every rank knows its number of items.
         leaver: the first rank that leaves the loop, if there is one.
         stop: whether the loop ends here, on all ranks.
+        stays: the first rank that goes on, where another one leaves.
+        askers: which ranks asked for the stop; ``None`` if no rank did, empty if a Decision has told it before.
     """
 
-    least: int
-    all_known: bool
-    leaver: int | None
-    stop: bool
+    least: int = UNKNOWN_LENGTH
+    all_known: bool = False
+    leaver: int | None = None
+    stop: bool = False
+    stays: int | None = None
+    askers: tuple[int, ...] | None = None
+
+    @property
+    def is_parting(self) -> bool:
+        """Whether a rank leaves and another one goes on, without a stop."""
+        return self.stays is not None and self.askers is None
 
 
 class Conflict(NamedTuple):
-    """``rank`` is at a meeting of this ``kind`` after ``run``, and ``other`` at ``other_run`` will not arrive at it."""
+    """``rank`` is at a meeting of this ``kind`` after ``run``, and ``other`` at ``other_run`` will not arrive at it.
+
+    ``other_kind`` is the meeting at which ``other`` is, or 0. ``rank`` may have left its loops, and be at no meeting.
+    """
 
     rank: int
     run: int
     kind: int
     other: int
     other_run: int
+    other_kind: int = 0
 
 
 class Failure(NamedTuple):
@@ -135,6 +219,10 @@ _OPEN, _PROMISING, _SETTLED = range(3)
 # for the rank that failed first to say so, and short against lost_after_secs, if it cannot.
 _PATIENCE_TICKS = 10
 
+# How many ticks a rank that has left its loops has to come to the end of the block: five seconds by default, in which a
+# script prints and plots. If it calls there what needs the other ranks, which wait for it, it never comes.
+_LEAVING_TICKS = 50
+
 # How many ticks a rank whose run failed waits for one that has not begun that run: half a minute by default.
 _LONG_PATIENCE_TICKS = 300
 
@@ -155,6 +243,7 @@ class Agreement:
         """Whether every rank has made the last run."""
         self._phase = _OPEN
         self._patience, self._long_patience = _PATIENCE_TICKS, _LONG_PATIENCE_TICKS
+        self._leaving_patience = _LEAVING_TICKS
 
     @property
     def promising(self) -> bool:
@@ -191,7 +280,7 @@ class Agreement:
         others = [row for row in table if row.status != RUN_FAILED]
         if len({_place_of_failure(table[rank]) for rank in failed}) > 1 or any(row.status != LIVE for row in others):
             return False
-        if any(row[_MADE_AND_BEGUN] > run or row.meeting > self.meetings for row in others):
+        if any(row[_MADE_AND_BEGUN] > run or row.meeting > self.meetings or row.kind == CLOSE for row in others):
             return False
         if any(row[_MADE_AND_BEGUN] == run for row in others):
             self._patience -= 1
@@ -217,34 +306,110 @@ class Agreement:
         return events
 
     def _settle_meeting(self, table: Sequence[Row]) -> list[Event]:
-        waiting = [rank for rank, row in enumerate(table) if row.meeting > self.meetings]
-        if not waiting:
-            return []
+        # CLOSE is the last meeting of a rank, whatever number the others have come to.
+        waiting = {rank: row for rank, row in enumerate(table) if row.meeting > self.meetings or row.kind == CLOSE}
+        missed = self._settle_order(table) or self._settle_gone(table, waiting)
+        if missed or not waiting:
+            return missed
         first = min(waiting, key=lambda rank: (table[rank].made, -table[rank].kind, rank))
-        run, kind = table[first].made, table[first].kind
         # A rank in a later run is in calls that need the rank that waits here, and will not come back from them.
-        for rank, row in enumerate(table):
-            at = max(row.made, row.begun)
-            if at == run + 1 and kind == CLOSE and self._patience:
-                self._patience -= 1  # the same StopIteration may end that run, in which the first rank left
-                return []
-            if at > run:
-                return [Conflict(first, run, kind, rank, at)]
+        for other, row in enumerate(table):
+            if row.run > table[first].made:
+                if row.run == table[first].made + 1 and table[first].detail & BY_STOP_ITERATION and self._wait_a_tick():
+                    return []  # the same StopIteration may end that run, in which the first rank left
+                return [self._conflict(table, first, other)]
+        if table[first].kind == CLOSE:
+            return self._settle_leaving(table, waiting)
+        for other, row in enumerate(table):
+            is_elsewhere = other in waiting and _place_of_meeting(row) != _place_of_meeting(table[first])
+            # The hooks of the end of an epoch may need the rank that waits here, where no epoch has ended.
+            if is_elsewhere or (row.epochs > table[first].epochs and row.run == table[first].made):
+                return [self._conflict(table, first, other)]
         if len(waiting) < len(table):
+            gone = [rank for rank, row in enumerate(table) if row.loops == GONE and row.run == table[first].made]
+            is_over = table[first].kind == END and {*waiting, *gone} == {*range(len(table))}
+            return [self._end_meeting(Meeting())] if is_over else []
+        known = [row.value for row in table if row.value != UNKNOWN_LENGTH]
+        askers = self._askers(table)
+        lengths = min(known, default=UNKNOWN_LENGTH), len(known) == len(table)
+        return [self._end_meeting(Meeting(*lengths, stop=askers is not None, askers=askers))]
+
+    def _settle_order(self, table: Sequence[Row]) -> list[Event]:
+        """Settle whether a rank goes on in an epoch, for whose end another one calls its hooks already."""
+        if len({row.epochs for row in table}) == 1:  # as most of the time
             return []
-        kinds = {row.kind for row in table}
-        if kinds == {ENTER, END}:
-            other = next(rank for rank, row in enumerate(table) if row.kind != kind)
-            return [Conflict(first, run, kind, other, run)]
+        for (rank, row), (other, another) in itertools.permutations(enumerate(table), 2):
+            gathers = _gathers_without(another, row) and row.run == another.run
+            if row.epochs > another.epochs and (gathers or another.run > row.run):
+                return [Conflict(rank, row.run, EPOCH, other, another.run, GATHERING if gathers else 0)]
+        return []
+
+    def _settle_gone(self, table: Sequence[Row], waiting: dict[int, Row]) -> list[Event]:
+        """Settle whether a rank waits in vain for one that has left its loops, and is not at CLOSE yet."""
+        gone = [rank for rank, row in enumerate(table) if row.loops == GONE and row.kind != CLOSE]
+        for rank, other in itertools.product(gone, range(len(table))):
+            row = table[other]
+            if row.loops == IN_LOOPS and row.run > table[rank].run:
+                return [self._conflict(table, rank, other)]
+            goes_on = other in waiting and (row.kind == ITEM or (row.kind == ENTER and row.detail > 1))
+            waits = goes_on or _gathers_without(row, table[rank]) or row.epochs > table[rank].epochs
+            if waits and row.run == table[rank].run:
+                self._leaving_patience -= 1
+                may_come = rank not in waiting and self._leaving_patience >= 0
+                return [] if may_come else [self._conflict(table, rank, other)]
+        return []
+
+    def _settle_leaving(self, table: Sequence[Row], waiting: dict[int, Row]) -> list[Event]:
+        """Settle a meeting at which a rank leaves the loop. No rank is in a later run."""
+        leaver = next(rank for rank, row in waiting.items() if row.kind == CLOSE)
+        for other, row in enumerate(table):
+            joins = table[leaver].detail
+            calls_hooks = row.epochs > table[leaver].epochs and row.run == table[leaver].run and not joins & HAS_EPOCH
+            if calls_hooks or (_gathers_without(row, table[leaver]) and not joins & HAS_CALLS):
+                return [self._conflict(table, leaver, other)]
+        others = {rank: row for rank, row in waiting.items() if row.kind != CLOSE}
+        places = {_place_of_meeting(row) for row in others.values()}
+        stays = next((rank for rank, row in others.items() if row.kind != END), None)
+        if len(waiting) < len(table) or len(places) > 1:
+            if stays is None or (len(places) == 1 and self._wait_a_tick()):
+                return []
+            return [self._conflict(table, leaver, stays)]
+        if others and stays is None:
+            return [self._end_meeting(Meeting())]
+        return [self._end_meeting(Meeting(leaver=leaver, stop=True, stays=stays, askers=self._askers(table)))]
+
+    def _end_meeting(self, meeting: Meeting) -> Meeting:
         self.meetings += 1
-        leaver = next((rank for rank, row in enumerate(table) if row.kind == CLOSE), None)
-        asked = self._phase == _SETTLED and bool(self.bits & STOP)
         # All ranks are at the same place in their data, and a further run may never follow.
-        self.stopped = leaver is not None or asked
+        self.stopped = meeting.stop
         if self.stopped:
             self._phase = _OPEN  # nothing is left to promise
-        known = [row.value for row in table if row.value != UNKNOWN_LENGTH]
-        return [Meeting(min(known, default=UNKNOWN_LENGTH), len(known) == len(table), leaver, self.stopped)]
+        return meeting
+
+    def _askers(self, table: Sequence[Row]) -> tuple[int, ...] | None:
+        """Return which ranks ask for a stop that is not decided; an empty tuple if one is; ``None`` for no stop."""
+        if self._phase == _SETTLED and self.bits & STOP:
+            return ()
+        return tuple(rank for rank, row in enumerate(table) if row.asked & STOP) or None
+
+    def _conflict(self, table: Sequence[Row], rank: int, other: int) -> Conflict:
+        one, another = table[rank], table[other]
+        other_kind = another.kind if another.meeting > self.meetings else 0
+        return Conflict(rank, one.run, CLOSE if one.loops == GONE else one.kind, other, another.run, other_kind)
+
+    def _wait_a_tick(self) -> bool:
+        """Return whether there is patience for one more tick."""
+        self._patience -= 1
+        return self._patience >= 0
+
+
+def _gathers_without(row: Row, another: Row) -> bool:
+    """Return whether the rank of ``row`` is in a gathering between two runs, in which ``another`` takes no part."""
+    return row.gatherings > another.gatherings and row.made == row.begun
+
+
+def _place_of_meeting(row: Row) -> tuple[int, int]:
+    return row.kind, row.detail if row.kind == ENTER else 0
 
 
 # -- what one rank knows of a round ------------------------------------------------------------------------------------

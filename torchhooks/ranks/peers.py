@@ -30,17 +30,24 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from torchhooks.common.errors import LifecycleError, PeerError, TorchHooksError, brief
 from torchhooks.common.log import logger
 from torchhooks.ranks.agreement import (
     CLOSE,
+    END,
+    ENTER,
     FAILED,
     FAILED_LATER,
+    GONE,
+    HAS_CALLS,
+    HAS_EPOCH,
+    IN_LOOPS,
     LEFT,
     LIVE,
+    OUTSIDE,
     RUN_FAILED,
     STOP,
     UNKNOWN_LENGTH,
@@ -94,11 +101,12 @@ class _RunNumbers(NamedTuple):
 
 
 class _Arrival(NamedTuple):
-    """The last meeting at which this rank has arrived: three numbers of its row."""
+    """The last meeting at which this rank has arrived: four numbers of its row."""
 
     meeting: int = 0
     kind: int = 0
     value: int = UNKNOWN_LENGTH
+    detail: int = 0
 
 
 class _Hold(NamedTuple):
@@ -159,7 +167,12 @@ class Peers:
         self._agreement = Agreement()
         self._decided: tuple[Round, ...] = ()  # until the training thread applies them
         self._met: Meeting | None = None
-        self._table: list[Row] = []  # of the last tick: replaced without the lock, so a reader has one tick or the next
+        self._why_met = ""  # why a rank has asked for the stop that the meeting made
+        self.parting: PeerError | None = None
+        """Why this rank cannot continue, though all ranks have stopped at a meeting: one of them has left its loops."""
+        self.has_parted = False
+        """Whether the ranks have stopped at a meeting where one of them leaves its loops and another one goes on."""
+        self._table: list[Row] = []  # of the last tick: replaced as a whole, so a reader without the lock has one tick
         self.failure: PeerError | None = None
         """Why this rank cannot continue, once another one has failed. Set once, so it is read without the lock."""
 
@@ -171,6 +184,16 @@ class Peers:
         That thread writes it, and the thread that waits after a failure reads it, only to choose what to do: no lock.
         """
         self._failure_is_seen = threading.Event()  # so the training thread hangs in no call
+        self.left = ""
+        """Where the script has left its loops on this rank, for the message of an error; empty while it has not."""
+        self.loops = OUTSIDE
+        """What the script does: OUTSIDE, IN_LOOPS or GONE.
+
+        The training thread writes this without the lock, and a row takes it up a tick later at worst. The tick thread
+        writes it while the training thread waits at a meeting.
+        """
+        self.epochs = 0
+        """At the ends of how many epochs the hooks were called. Only the training thread writes it."""
 
         # What a watch of the loop asks for: see ask_for_states().
         self.state_text: Callable[[], str] = str
@@ -255,22 +278,46 @@ class Peers:
         with self._changed:
             return self._wait(lambda: self._round.asked_in is None)
 
-    def meet(self, kind: int, value: int = UNKNOWN_LENGTH, why: str = "") -> tuple[Meeting | None, list[Round]]:
-        """Wait for the other ranks between two runs; return ``None`` if the loop stops here instead.
+    def meet(
+        self, kind: int, value: int = UNKNOWN_LENGTH, detail: int = 0, why: str = ""
+    ) -> tuple[Meeting | None, list[Round]]:
+        """Wait for the other ranks between two runs; return what they are told there.
+
+        That is ``None`` if the loop stops at the end of an earlier run instead and, at CLOSE, if another rank makes
+        calls that are due here too, according to ``detail``: this rank has then left the meeting, to make them.
 
         Also return the rounds whose last run is over. ``why`` this rank leaves is the reason if a meeting stops all.
         """
         with self._changed:
-            self._arrival = _Arrival(self._arrival.meeting + 1, kind, value)
+            before = self._arrival
+            # Not one more than this rank's last one: a meeting may have been over without it, because it was gone.
+            self._arrival = _Arrival(self._agreement.meetings + 1, kind, value, detail)
             self._met = None
-            applied = self._wait(lambda: self._met is not None, at_meeting=True)
+            joins = detail if kind == CLOSE else 0
+            applied = self._wait(lambda: self._is_met(kind) or bool(self.awaited(joins)), at_meeting=True)
+            if not self._is_met(kind):
+                if self.failure is None and not self.has_stopped:
+                    self._arrival = before
+                return None, applied
             met = self._met
-            if met is not None and met.stop and not self.has_stopped:
+            assert met is not None
+            if met.stop and not self.has_stopped:
                 # A stop that was decided for a later run, which the end of the data prevents, takes effect here.
                 stop = next((each for each in self._decided if each.stops), None)
-                self._apply(stop or Round(), "" if stop else why or f"end rank {met.leaver} left the loop")
+                left = f"end rank {met.leaver} left the loop"
+                self._apply(stop or Round(), "" if stop else self._why_met or why or left)
                 applied.append(self._round)
-            return None if self.has_stopped else met, applied
+                self.has_parted = met.stays is not None
+            return met, applied
+
+    def _is_met(self, kind: int) -> bool:
+        # A rank that leaves waits for all ranks to leave, whatever meetings the others have before that.
+        return self._met is not None and (self._met.stop or kind != CLOSE)
+
+    def awaited(self, joins: int) -> int:
+        """Return which of the calls in ``joins``, HAS_CALLS and HAS_EPOCH, another rank makes already."""
+        calls = HAS_CALLS * any(row.gatherings > self._ranks.gatherings for row in self._table)
+        return joins & (calls | HAS_EPOCH * any(row.epochs > self.epochs for row in self._table))
 
     def tell_failure(
         self, error: BaseException, run: int, in_run: bool, counted: int | None = None
@@ -385,6 +432,7 @@ class Peers:
         If the training thread waits, a rank in a later run, at a later meeting or out of its loop will never take part.
         """
         outcome, this = self._outcome, self._ranks.rank
+        mine = self._ranks.gatherings
         if self.failure is None and outcome.status >= FAILED and outcome.status != RUN_FAILED:
             return PeerError(f"this rank failed: {outcome.reason}", this, outcome.run, outcome.reason)
         if self.failure is not None or threading.get_ident() != self._training_thread:
@@ -392,23 +440,24 @@ class Peers:
         gathering = self._ranks.gathering
         if outcome.status == LEFT or gathering is None:  # after the loop, nothing tells where the other ranks are
             return None
-        here = self._run_numbers().begun, self._arrival.meeting
-        rows = [(rank, row) for rank, row in enumerate(self._table) if rank != this]
-        later = [(rank, row) for rank, row in rows if (row.begun, row.meeting) > here or row.status == LEFT]
-        if not later:
-            return None
-        now = time.monotonic()
-        if gathering.unanswered_since is None:
-            gathering.unanswered_since = now
-        if now < gathering.unanswered_since + self._ranks.stuck_secs:
-            return None  # this rank may just not have noticed yet that the gathering is complete
-        rank, row = later[0]
-        what = WHERE[CLOSE if row.status == LEFT else row.kind]
-        where = f"is in run {row.begun} already" if row.begun > here[0] else f"{what} after that run"
-        return LifecycleError(
-            f"rank {this} waits in run {here[0]} for values of the other ranks for {gathering.purpose}, and rank "
-            f"{rank} {where}: call Ranks.gather, and request what needs every rank, on all ranks in the same run"
-        )
+        run, is_in_run = self._run_numbers().begun, bool(self._progress().number)
+        with self._changed:  # the rows and the number of the meetings of one tick
+            table, meetings = self._table, self._agreement.meetings
+        # If a rank has not taken part in this gathering before it came to where it is, it never will. Between two runs,
+        # one that has left its loops may join, or the agreement says that it does not.
+        absent = [(rank, row) for rank, row in enumerate(table) if rank != this and row.gatherings < mine]
+        for rank, row in absent:
+            may_join = not is_in_run and (row.loops == GONE or row.kind == CLOSE)
+            is_past = row.begun > run or (row.begun == run and (row.meeting > meetings or row.kind == CLOSE))
+            if row.status == LEFT or (is_past and not may_join):
+                what = WHERE[CLOSE if row.status == LEFT else row.kind]
+                where = f"is in run {row.begun} already" if row.begun > run else f"{what} after that run"
+                return LifecycleError(
+                    f"rank {this} waits in run {run} for values of the other ranks for {gathering}, and "
+                    f"rank {rank} {where}: call Ranks.gather, and request what needs every rank, on all ranks in the "
+                    "same run"
+                )
+        return None
 
     # -- the tick thread ----------------------------------------------------------------------------------------------
 
@@ -447,27 +496,37 @@ class Peers:
         """Exchange one tick, and return whether it was the last one."""
         self._tick_began = time.monotonic(), self._progress()
         table = [Row(*numbers) for numbers in transport.exchange(list(self._row()))]
-        self._table = table
         with self._changed:  # so that the training thread sees all changes of the agreement by a tick, or none
+            self._table = table
             events = self._agreement.settle(table)
-        reasons: list[str] = []
-        for event in events:
-            # Every rank found this event in the same table, so every rank exchanges its reason. Not with the lock held:
-            # it takes a while, and the training thread has to be able to fail meanwhile.
-            if isinstance(event, Failure):
-                reasons = transport.exchange_text(self._outcome.reason, "the reason of a failure")
-            elif isinstance(event, Decision) and event.bits & STOP:
-                reasons = transport.exchange_text(self._round.why, "the reason of a stop")
+        # Every rank found these events in the same table, so every rank exchanges its reasons. Not with the lock held:
+        # it takes a while, and the training thread has to be able to fail meanwhile.
+        reasons = [self._exchange_reasons(event, transport) for event in events]
         if any(row.states > self._states_told for row in table):
             self._states_told = self._states_wanted = self._states_told + 1
             self.on_states(transport.exchange_text(self.state_text(), "where each rank is"))
         with self._changed:
             self._ticks += 1
             is_last = False
-            for event in events:  # all of them, also after the last one
-                is_last = self._handle(event, reasons) or is_last
+            for event, texts in zip(events, reasons, strict=True):  # all of them, also after the last one
+                is_last = self._handle(event, texts) or is_last
             self._changed.notify_all()
         return is_last
+
+    def _exchange_reasons(self, event: Event, transport: GlooTransport) -> list[str]:
+        """Return what all ranks have to say about ``event``; nothing if it says everything itself."""
+        match event:
+            case Failure():
+                return transport.exchange_text(self._outcome.reason, "the reason of a failure")
+            case Decision(_, bits) if bits & STOP:
+                return transport.exchange_text(self._round.why, "the reason of a stop")
+            case Meeting() if event.askers:
+                return transport.exchange_text(self._round.why, "the reason of a stop")
+            case Meeting() if event.is_parting:
+                return transport.exchange_text(self.left, "where a rank left")
+            case Conflict(kind=kind) if kind == CLOSE:
+                return transport.exchange_text(self.left, "where a rank left")
+        return []
 
     def _row(self) -> Row:
         """Return what this rank says in the next tick."""
@@ -476,12 +535,19 @@ class Peers:
             if self._agreement.promising:
                 # Before looking at the run in progress, after which this rank then holds: see the top of this module.
                 self._wake()
-            made, begun, promise = self._run_numbers()
+            while True:  # until both are of one moment, though the training thread goes on meanwhile
+                counts = self._counts()
+                made, begun, promise = self._run_numbers()
+                if counts == self._counts():
+                    break
             outcome = self._outcome
             if outcome.status >= FAILED:
                 made, begun = outcome.run - outcome.in_run, outcome.run
             what = outcome.status, self._round.bits, promise, made, begun
-            return Row(*what, *self._arrival, self._states_wanted, outcome.counted)
+            return Row(*what, *self._arrival, self._states_wanted, outcome.counted, *counts)
+
+    def _counts(self) -> tuple[int, int, int]:
+        return self._ranks.gatherings, self.epochs, self.loops
 
     def _run_numbers(self) -> _RunNumbers:
         """Return how far this rank tells the others it is.
@@ -507,24 +573,33 @@ class Peers:
             case CallForPromises():
                 self._round.promise()
             case Decision(_, bits, askers):
-                why = ""
-                if bits & STOP:
-                    first = reasons[askers[0]]
-                    same = [rank for rank in askers if _reason_alone(reasons[rank]) == _reason_alone(first)]
-                    why = f"{first} ({rank_names(same, self._ranks.size)})"
+                why = self._common_reason(askers, reasons) if bits & STOP else ""
                 over, self._round = self._round, self._round.decide(event, why)
                 self._decided = (*self._decided, over)
                 self._wake()
             case Meeting():
                 self._met = event
-            case Conflict(rank, run, kind, other, other_run):
-                self._fail(
-                    rank,
-                    f"rank {rank} {WHERE[kind]} after run {run}, while rank {other} is at run {other_run}: give every "
-                    "rank the same number of items, and leave the loop on all ranks or on none",
-                    WHERE[kind],
-                    run,
-                )
+                if (self._arrival.kind, self._arrival.detail) == (ENTER, 1):
+                    # In the tick that ends the meeting: in the next one, another rank may be in a run of this loop.
+                    self.left, self.loops = "", IN_LOOPS
+                self._why_met = self._common_reason(event.askers, reasons) if event.askers else ""
+                if event.is_parting:
+                    assert event.leaver is not None
+                    message, left = _about_leaver(event.leaver, reasons, event.stays)
+                    self._why_met = f"end rank {event.leaver} {left}"
+                    self.parting = PeerError(message, event.leaver, self._progress().runs, left)
+            case Conflict(rank, run, kind, other, other_run, other_kind):
+                is_later = other_run > run
+                if kind == CLOSE:
+                    message, reason = _about_leaver(rank, reasons, other, other_run if is_later else 0)
+                else:
+                    where = f"is in run {other_run}" if is_later else WHERE.get(other_kind, "goes on")
+                    reason = WHERE[kind]
+                    message = (
+                        f"rank {rank} {reason} after run {run}, and rank {other} {where}: give every rank the same "
+                        "number of items, and begin the same loops on all of them"
+                    )
+                self._fail(rank, message, reason, run)
                 return True
             case Failure(rank, run, _, in_run):
                 if self._outcome.status == RUN_FAILED:
@@ -539,6 +614,12 @@ class Peers:
             case AllLeft():
                 return True
         return False
+
+    def _common_reason(self, askers: Sequence[int], reasons: Sequence[str]) -> str:
+        """Return why all ranks stop: the reason of the first one that asked, and which ranks asked for the same."""
+        first = reasons[askers[0]]
+        same = [rank for rank in askers if _reason_alone(reasons[rank]) == _reason_alone(first)]
+        return f"{first} ({rank_names(same, self._ranks.size)})"
 
     def _fail(self, rank: int | None, message: str, reason: str, run: int = 0) -> None:
         """Have the training thread raise a PeerError as soon as it looks."""
@@ -594,6 +675,20 @@ def _join(thread: weakref.ref[threading.Thread]) -> None:
     """Wait for ``thread``, when the process ends."""
     if (found := thread()) is not None:
         found.join(_EXIT_SECS)
+
+
+def _about_leaver(rank: int, reasons: Sequence[str], other: int | None, later_run: int = 0) -> tuple[str, str]:
+    """Return the message of an error about ``rank``, which has left its loops while ``other`` goes on, and where."""
+    left = reasons[rank] or WHERE[CLOSE]
+    run = f" with run {later_run}" if later_run else ""
+    if later_run and left.startswith(WHERE[END]):
+        message = (
+            f"rank {rank} {left}; rank {other} goes on{run}: give every rank the same number of items, and make a run "
+            "for the same of them"
+        )
+    else:
+        message = f"rank {rank} {left}; rank {other} goes on{run}: leave it on all ranks, or call loop.request_stop()"
+    return message, left
 
 
 def _reason_alone(why: str) -> str:

@@ -28,15 +28,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Gathering:
-    """A call of :meth:`Ranks.gather` in progress, on this rank."""
-
-    def __init__(self, purpose: str) -> None:
-        self.purpose = purpose
-        self.unanswered_since: float | None = None
-        """When another rank was first seen at a place from where it will take no part in this call any more."""
-
-
 class OtherPurposeError(LifecycleError):
     """The ranks gathered values for different purposes."""
 
@@ -173,8 +164,10 @@ class LoopRanks(Ranks):
         """Whether the script may create the process group after the loop, which is then one of this process alone."""
         self.local_hooks: list[object] = []
         """The hooks of this rank's loop that not every rank has."""
-        self.gathering: Gathering | None = None
-        """The call of :meth:`gather` in progress. Only the thread in that call uses it."""
+        self.gathering: str | None = None
+        """What the call of :meth:`gather` in progress is for. Only the thread in that call uses it."""
+        self.gatherings = 0
+        """How many such calls this rank has begun."""
         self.run_number: Callable[[], int] | None = None
         """Returns the number of the run that this rank is in, or has made last; ``None`` if that may differ."""
         self._new_transport = configured._new_transport  # noqa: SLF001 - its own class
@@ -193,7 +186,8 @@ class LoopRanks(Ranks):
         """
         if self._transport is None:
             return [value]
-        self.gathering = Gathering(purpose + details)
+        self.gathering = purpose + details
+        self.gatherings += 1  # before the others can see this rank past it
         run = None if self.run_number is None else self.run_number()
         try:
             rows = self._transport.gather((purpose, run, value))
