@@ -1078,6 +1078,18 @@ def test_another_folder_on_another_rank_is_an_error_that_names_both(tmp_path: Pa
     assert str(in_threads(2, hook_of)[0]) == f"the hooks save into [{first}] on rank 0 and [{second}] on rank 1: {hint}"
 
 
+def test_ranks_that_get_the_checkpoints_from_a_copy_may_have_folders_of_their_own(tmp_path: Path) -> None:
+    class Copies(SessionRunHook):
+        brings_checkpoints = True
+
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        folder = tmp_path / str(ranks.rank)
+        hooks = [CheckpointSaverHook(folder, save_steps=1), Copies()]
+        MonitoredLoop(lambda: 1.0, hooks=hooks, checkpoint_dir=folder, ranks=ranks).close()
+
+    assert in_threads(2, main) == [None, None]
+
+
 def test_another_name_of_the_same_folder_is_none(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "run")

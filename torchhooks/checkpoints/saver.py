@@ -190,7 +190,11 @@ class Saver:
                     raise earlier
 
             run_on_all(ranks, "start to write", start)
-            if ranks.is_connected and os.path.dirname(writes_to := os.path.abspath(prefix)) not in self._seen_by_all:
+            if (
+                ranks.is_connected
+                and ranks.share_folder
+                and os.path.dirname(writes_to := os.path.abspath(prefix)) not in self._seen_by_all
+            ):
                 self._to_see = f"{writes_to}-{step}"
                 if not (async_save or self.async_save):
                     self._look_for_first(ranks)

@@ -416,6 +416,8 @@ class SessionRunHook:
     """Whether the hook saves checkpoints, so that hooks with a state have to precede it in the list."""
     checkpoint_dir: str | None = None
     """The folder of the checkpoints that the hook saves for the loop to resume from, as an absolute path."""
+    brings_checkpoints: bool = False
+    """Whether the hook brings the newest checkpoint to each rank, whose folder may then be another one."""
     leaves_machine: bool = False
     """Whether the hook writes to another machine. ``python -m torchhooks check`` leaves it out."""
     due_signals: Collection[str] = ()

@@ -95,22 +95,25 @@ class RankSync:
         slots, collective = self._schedule.all_hooks, [slot.hook for slot in self._schedule.collective]
         mine = {
             "step_unit is": step_unit,
-            "checkpoint_dir is": "None" if checkpoint_dir is None else os.path.realpath(checkpoint_dir),
             "the checkpoint to restore is": f"{checkpoint}",
             "the collective hooks are": f"[{', '.join(map(_class_and_period, collective))}]",
+            "checkpoint_dir is": "None" if checkpoint_dir is None else os.path.realpath(checkpoint_dir),
             "the hooks save into": f"[{', '.join(map(_folder, collective))}]",
         }
         hooks = [(_class_and_period(slot.hook), _description(slot.hook)) for slot in slots]
-        others = self._ranks.gather((mine, hooks), "the loop")
-        for rank, (other, their_hooks) in enumerate(others):
+        brings = any(slot.hook.brings_checkpoints for slot in slots)
+        others = self._ranks.gather((mine, hooks, brings), "the loop")
+        # With a copy from which each rank gets the checkpoint, as a MirrorHook has it, each may have its own disk.
+        self._ranks.share_folder = not all(brings for _, _, brings in others)
+        for rank, (other, their_hooks, _) in enumerate(others):
             for name, value in mine.items():
-                if other[name] != value:
+                if other[name] != value and (self._ranks.share_folder or name not in _WAYS_OUT):
                     raise LifecycleError(
                         f"{name} {value} on rank {self._ranks.rank} and {other[name]} on rank {rank}: "
                         f"{_WAYS_OUT.get(name, 'create the loop with the same arguments on every rank')}"
                     )
             self._check_order(hooks, rank, their_hooks)
-        counts = [Counter(text for text, _ in texts) for _, texts in others]
+        counts = [Counter(text for text, _ in texts) for _, texts, _ in others]
         self._ranks.local_hooks = [
             slot.hook for slot, (text, _) in zip(slots, hooks, strict=True) if len({each[text] for each in counts}) > 1
         ]

@@ -71,6 +71,8 @@ class MirrorHook(StandardHook):
             is no such bucket, or the folder has no checkpoint and the copy cannot be read.
     """
 
+    brings_checkpoints = True
+
     def __init__(
         self,
         folder: str | os.PathLike[str] | None = None,

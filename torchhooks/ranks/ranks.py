@@ -164,6 +164,8 @@ class LoopRanks(Ranks):
         """Whether the script may create the process group after the loop, which is then one of this process alone."""
         self.local_hooks: list[object] = []
         """The hooks of this rank's loop that not every rank has."""
+        self.share_folder = True
+        """Whether all ranks have to see the same checkpoints."""
         self.gathering: str | None = None
         """What the call of :meth:`gather` in progress is for. Only the thread in that call uses it."""
         self.gatherings = 0
