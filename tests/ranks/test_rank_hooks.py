@@ -835,7 +835,8 @@ def test_a_value_that_is_not_one_number_is_an_error_that_says_so(value: Any) -> 
     def main(ranks: ThreadRanks, hub: Hub) -> None:
         train(ranks, hub, [Wants(over_ranks(lambda: value, "mean"))])
 
-    errors = in_threads(2, main)
+    # A rank waits ten ticks for the other one to fail in the same run, which may take longer on a busy machine.
+    errors = in_threads(2, main, tick_secs=0.02)
     assert all(isinstance(error, FetchError) for error in errors)
     assert "on this rank: only one number can be combined over ranks" in str(errors[0])
 
