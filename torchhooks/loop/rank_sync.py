@@ -31,9 +31,7 @@ from torchhooks.ranks.agreement import (
     CLOSE,
     END,
     ENTER,
-    GONE,
     ITEM,
-    OUTSIDE,
     STOP,
     UNKNOWN_LENGTH,
     WHERE,
@@ -50,9 +48,9 @@ T = TypeVar("T")
 class CallsAtClose(Protocol):
     """What a rank that leaves its loops has to do with the others: :class:`torchhooks.loop.until_stop.DataLoops`."""
 
-    def due(self) -> int: ...
-    def make(self, calls: int) -> None: ...
-    def stop(self) -> None: ...
+    def due_at_close(self) -> int: ...
+    def make_at_close(self, calls: int) -> None: ...
+    def save_at_parting(self) -> None: ...
 
 
 class RankSync:
@@ -226,13 +224,12 @@ class RankSync:
 
     def loops_are_over(self, left: str = "") -> None:
         """Tell the other ranks that the outermost loop is over; ``left`` says where the script has left it."""
-        self.peers.left, self.peers.loops = left, GONE if left else OUTSIDE
-        self.peers.is_outside = True
+        self.peers.loops_are_over(left)
 
     def epoch_ends(self, due: Iterable[SessionRunHook]) -> None:
         """Tell the other ranks that hooks are called for the end of an epoch, unless this rank alone has them."""
         if not all(map(self._ranks.has_locally, due)):
-            self.peers.epochs += 1
+            self.peers.note_epoch()
 
     def data_ended(self, depth: int) -> None:
         """Meet the other ranks at the end of the data of a loop, unless all of them knew where that is."""
@@ -245,10 +242,9 @@ class RankSync:
 
         Called once they have saved what they have in common.
         """
-        parting, self.peers.parting = self.peers.parting, None
-        if parting is not None:
-            self._state.fail(parting)
-            raise parting
+        if self.peers.parting is not None:
+            self._state.fail(self.peers.parting)
+            raise self.peers.parting
 
     def _meet(self, kind: int, value: int = UNKNOWN_LENGTH, detail: int = 0, why: str = "") -> Meeting | None:
         """Wait for the other ranks; return ``None`` if the loop stops."""
@@ -279,8 +275,7 @@ class RankSync:
                     return failure
             elif not self.peers.has_stopped:
                 reason = brief(error) if error is not None else self._state.reason or "closed"
-                if not self.peers.left:
-                    self.peers.left = self._how_left(error)
+                self.peers.is_leaving(self._how_left(error))
                 self._meet_to_leave(Stop(reason, StoppedBy.END).to_text(), calls, by_error=error is not None)
         except BaseException as another:  # such as KeyboardInterrupt: the loop has to be closed in any case
             return None if another is failure else another
@@ -297,12 +292,13 @@ class RankSync:
     def _meet_to_leave(self, why: str, calls: CallsAtClose, *, by_error: bool) -> None:
         peers = self.peers
         while not peers.has_stopped:
-            joins = calls.due()
+            joins = calls.due_at_close()
             self._meet(CLOSE, detail=joins | (BY_STOP_ITERATION if by_error else 0), why=why)
             if not peers.has_stopped:
-                calls.make(peers.awaited(joins))  # another rank does, where the script has left its loops on this one
+                # Another rank makes them, where the script has left its loops on this one.
+                calls.make_at_close(peers.awaited(joins))
         if self.has_parted:
-            calls.stop()
+            calls.save_at_parting()
         self.raise_parting()
 
     @property

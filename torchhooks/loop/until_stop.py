@@ -185,7 +185,7 @@ class DataLoops:
         # Last, because the calls above may ask for a stop. It saves here, except what has just been saved.
         if self._notice_stop() and cursor.is_in_position and not self._position.is_at_stop:
             if self._has_parted:
-                self.stop()  # with the calls that were just made, as on the rank that has left its loops
+                self.save_at_parting()  # with the calls that were just made, as on the rank that has left its loops
             else:
                 self._position.stop_here()
                 self._make_stop_calls(done)
@@ -456,7 +456,7 @@ class DataLoops:
 
     # With several ranks, where the loop closes on this one: see RankSync.close().
 
-    def due(self) -> int:
+    def due_at_close(self) -> int:
         """Return which calls are due: HAS_CALLS for the end of an item, which this rank has left; HAS_EPOCH."""
         if not self._is_healthy():
             return 0
@@ -467,14 +467,14 @@ class DataLoops:
         has_calls = self._deferred.waiting and is_alike
         return (HAS_CALLS if has_calls else 0) | (HAS_EPOCH if self._deferred.epoch_end is not None else 0)
 
-    def make(self, calls: int) -> None:
+    def make_at_close(self, calls: int) -> None:
         """Make these ``calls``."""
         if calls & HAS_EPOCH:
             self._deferred.make_owed_epoch_end()
         elif calls & HAS_CALLS:
             self._runner.make(self._deferred.make_all)
 
-    def stop(self) -> None:
+    def save_at_parting(self) -> None:
         """Make the calls for a stop, where the ranks part, if all of them are at the same place in their data.
 
         Otherwise they could not resume from what is saved here.
@@ -490,7 +490,7 @@ class DataLoops:
         if self._state.phase is RUNNING:
             return  # in a run, as in the evaluation of a hook: the item of that run takes up the stop
         if self._has_parted:
-            self.stop()  # the loop is begun on no other rank, so its position is none
+            self.save_at_parting()  # the loop is begun on no other rank, so its position is none
         elif not self._position.is_at_stop:
             self._position.stop_before_loop()
             if self._deferred.depth():

@@ -319,6 +319,19 @@ class Peers:
         calls = HAS_CALLS * any(row.gatherings > self._ranks.gatherings for row in self._table)
         return joins & (calls | HAS_EPOCH * any(row.epochs > self.epochs for row in self._table))
 
+    def loops_are_over(self, left: str) -> None:
+        """Note that the outermost loop is over; ``left`` says where the script has left it, and is empty at its end."""
+        self.left, self.loops = left, GONE if left else OUTSIDE
+        self.is_outside = True
+
+    def is_leaving(self, left: str) -> None:
+        """Note where the script leaves the loop, unless it has left its loops before."""
+        self.left = self.left or left
+
+    def note_epoch(self) -> None:
+        """Note that the hooks are called for the end of an epoch."""
+        self.epochs += 1
+
     def tell_failure(
         self, error: BaseException, run: int, in_run: bool, counted: int | None = None
     ) -> PeerError | None:
