@@ -256,6 +256,17 @@ def test_a_rank_that_breaks_where_the_data_of_the_others_end_joins_their_evaluat
     assert list_checkpoints(tmp_path)[-1].step == 4
 
 
+def goes_on_where_the_data_of_others_end(loop: MonitoredLoop[Any], rank: int) -> None:
+    breaks_where_the_data_of_others_end(loop, rank)
+    for _ in loop.until_stop(range(2)):
+        loop.run()
+
+
+def test_a_rank_that_breaks_where_the_data_of_the_others_end_goes_on_with_them(tmp_path: Path) -> None:
+    assert ends(goes_on_where_the_data_of_others_end, tmp_path, save_secs=1000) == [None, None]
+    assert list_checkpoints(tmp_path)[-1].step == 6
+
+
 def test_a_rank_that_evaluates_for_an_epoch_in_which_another_goes_on_is_an_error_on_both(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

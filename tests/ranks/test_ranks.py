@@ -251,6 +251,7 @@ def test_a_rank_that_left_its_loops_is_named_where_it_begins_another() -> None:
         (at(ENTER, detail=2), True),
         (at(ENTER, detail=1), False),  # of another loop, which the first rank may begin too
         (after_run(2)._replace(gatherings=1), True),
+        (after_run(2)._replace(epochs=1), True),  # it calls the hooks of the end of an epoch
         (after_run(2), False),
         (after_run(1)._replace(gatherings=1), False),  # before the run after which the first rank left
     ],
@@ -271,6 +272,10 @@ def test_a_rank_that_left_its_loops_is_named_at_once_where_another_makes_a_later
     assert Agreement().settle([gone, in_run(3)._replace(loops=IN_LOOPS)]) == [Conflict(0, 2, CLOSE, 1, 3)]
     # A run outside of every until_stop, which the first rank may come to.
     assert Agreement().settle([gone, in_run(3)]) == []
+
+
+def test_a_rank_that_gathers_in_the_run_after_which_another_left_raises_the_error_itself() -> None:
+    assert Agreement().settle([at(CLOSE), in_run(2)._replace(gatherings=1)]) == []
 
 
 def test_the_end_of_the_data_passes_a_rank_that_left_its_loops() -> None:
