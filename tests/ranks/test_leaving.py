@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -235,8 +235,13 @@ def train_with_evaluation(ranks: ThreadRanks, hub: Hub, script: Script, folder: 
         script(loop, ranks.rank)
 
 
-def breaks_where_the_data_of_others_end(loop: MonitoredLoop[Any], rank: int) -> None:
-    for number in loop.until_stop(iter(range(4))):
+def numbers(end_secs: float = 0.0) -> Iterator[int]:
+    yield from range(4)
+    time.sleep(end_secs)
+
+
+def breaks_where_the_data_of_others_end(loop: MonitoredLoop[Any], rank: int, end_secs: float = 0.0) -> None:
+    for number in loop.until_stop(numbers(end_secs)):
         loop.run()
         if number == 3 and rank == 0:
             break
@@ -256,14 +261,18 @@ def test_a_rank_that_breaks_where_the_data_of_the_others_end_joins_their_evaluat
     assert list_checkpoints(tmp_path)[-1].step == 4
 
 
-def goes_on_where_the_data_of_others_end(loop: MonitoredLoop[Any], rank: int) -> None:
-    breaks_where_the_data_of_others_end(loop, rank)
-    for _ in loop.until_stop(range(2)):
-        loop.run()
+# The rank that breaks comes to the next loop before and after the data of the other one end.
+@pytest.mark.parametrize(("break_secs", "end_secs"), [(0.0, 0.1), (0.1, 0.0), (0.0, 0.0)])
+def test_a_rank_that_breaks_where_the_data_of_the_others_end_goes_on_with_them(
+    break_secs: float, end_secs: float, tmp_path: Path
+) -> None:
+    def script(loop: MonitoredLoop[Any], rank: int) -> None:
+        breaks_where_the_data_of_others_end(loop, rank, end_secs)
+        time.sleep(0 if rank else break_secs)
+        for _ in loop.until_stop(range(2)):
+            loop.run()
 
-
-def test_a_rank_that_breaks_where_the_data_of_the_others_end_goes_on_with_them(tmp_path: Path) -> None:
-    assert ends(goes_on_where_the_data_of_others_end, tmp_path, save_secs=1000) == [None, None]
+    assert ends(script, tmp_path, save_secs=1000) == [None, None]
     assert list_checkpoints(tmp_path)[-1].step == 6
 
 

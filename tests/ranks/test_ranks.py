@@ -280,10 +280,16 @@ def test_a_rank_that_gathers_in_the_run_after_which_another_left_raises_the_erro
 
 def test_the_end_of_the_data_passes_a_rank_that_left_its_loops() -> None:
     agreement, gone = Agreement(), after_run(2)._replace(loops=GONE)
-    assert agreement.settle([gone, at(END)]) == [Meeting()]
+    assert agreement.settle([gone, at(END)]) == [Meeting(end_passes=True)]
     assert agreement.settle([at(CLOSE, loops=GONE), at(CLOSE, meeting=2)]) == [Meeting(leaver=0, stop=True)]
     assert Agreement().settle([after_run(1)._replace(loops=GONE), at(END)]) == []
     assert Agreement().settle([after_run(2), at(END)]) == []
+    # It may have come to another loop meanwhile.
+    agreement, enters = Agreement(), at(ENTER, detail=1, loops=GONE)
+    assert agreement.settle([enters, at(END)]) == [Meeting(end_passes=True)]
+    assert agreement.settle([enters._replace(meeting=2), at(ENTER, meeting=2, detail=1)]) == [Meeting()]
+    enters = at(ENTER, detail=1, loops=IN_LOOPS)
+    assert Agreement().settle([enters, at(END)]) == [Conflict(1, 2, END, 0, 2, ENTER)]
 
 
 def test_a_rank_that_leaves_joins_the_end_of_an_epoch_that_is_due_on_it_too() -> None:

@@ -37,9 +37,10 @@ one / another  ``ENTER``  ``ITEM``   ``END``         ``CLOSE``       gathering  
 
 A rank that has left its outermost loop by ``break`` says so at once, because it may never arrive at ``CLOSE``: what the
 script calls next may need the other ranks. If another rank makes a later run in that loop, this is an error. ``END``
-passes as if the first one were at ``CLOSE``. If another rank waits for it, at ``ITEM``, at ``ENTER`` inside of that
-loop, in a gathering, or where hooks are called at the end of an epoch, it has fifty ticks to arrive. Then it is an
-error. So it is if a rank calls its hooks for the end of an epoch in which another one gathers, or makes a later run.
+passes as if the first one were at ``CLOSE``, also if it has come to ``ENTER`` of another loop. If another rank waits
+for it, at ``ITEM``, at ``ENTER`` inside of that loop, in a gathering, or where hooks are called at the end of an epoch,
+it has fifty ticks to arrive. Then it is an error. So it is if a rank calls its hooks for the end of an epoch in which
+another one gathers, or makes a later run.
 """
 
 from __future__ import annotations
@@ -159,6 +160,7 @@ class Meeting(NamedTuple):
         stop: whether the loop ends here, on all ranks.
         stays: the first rank that goes on, where another one leaves.
         askers: which ranks asked for the stop; ``None`` if no rank did, empty if a Decision has told it before.
+        end_passes: whether it is over for the ranks at END alone, because the others have left that loop.
     """
 
     least: int = UNKNOWN_LENGTH
@@ -167,6 +169,7 @@ class Meeting(NamedTuple):
     stop: bool = False
     stays: int | None = None
     askers: tuple[int, ...] | None = None
+    end_passes: bool = False
 
     @property
     def is_parting(self) -> bool:
@@ -320,15 +323,18 @@ class Agreement:
                 return [self._conflict(table, first, other)]
         if table[first].kind == CLOSE:
             return self._settle_leaving(table, waiting)
+        gone = {rank for rank, row in enumerate(table) if row.loops == GONE and row.run == table[first].made}
+        at_end = {rank for rank, row in waiting.items() if row.kind == END}
+        end_passes = table[first].kind == END and bool(gone) and at_end | gone == {*range(len(table))}
         for other, row in enumerate(table):
             is_elsewhere = other in waiting and _place_of_meeting(row) != _place_of_meeting(table[first])
             # The hooks of the end of an epoch may need the rank that waits here, where no epoch has ended.
-            if is_elsewhere or (row.epochs > table[first].epochs and row.run == table[first].made):
+            if (is_elsewhere and not end_passes) or (row.epochs > table[first].epochs and row.run == table[first].made):
                 return [self._conflict(table, first, other)]
+        if end_passes:
+            return [self._end_meeting(Meeting(end_passes=True))]
         if len(waiting) < len(table):
-            gone = [rank for rank, row in enumerate(table) if row.loops == GONE and row.run == table[first].made]
-            is_over = table[first].kind == END and {*waiting, *gone} == {*range(len(table))}
-            return [self._end_meeting(Meeting())] if is_over else []
+            return []
         known = [row.value for row in table if row.value != UNKNOWN_LENGTH]
         askers = self._askers(table)
         lengths = min(known, default=UNKNOWN_LENGTH), len(known) == len(table)

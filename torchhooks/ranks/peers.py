@@ -591,6 +591,11 @@ class Peers:
                 self._decided = (*self._decided, over)
                 self._wake()
             case Meeting():
+                if event.end_passes and self._arrival.kind != END:
+                    # This rank has left that loop. If it has come to another one meanwhile, that is the next meeting.
+                    if self._arrival.meeting == self._agreement.meetings and self._arrival.kind == ENTER:
+                        self._arrival = self._arrival._replace(meeting=self._agreement.meetings + 1)
+                    return False
                 self._met = event
                 if (self._arrival.kind, self._arrival.detail) == (ENTER, 1):
                     # In the tick that ends the meeting: in the next one, another rank may be in a run of this loop.
