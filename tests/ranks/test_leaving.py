@@ -261,6 +261,25 @@ def test_a_rank_that_breaks_where_the_data_of_the_others_end_joins_their_evaluat
     assert list_checkpoints(tmp_path)[-1].step == 4
 
 
+class SlowAtRun4(CheckpointSaverListener):
+    def __init__(self, rank: int) -> None:
+        self._secs = 0.0 if rank else 0.3
+
+    def before_save(self, session: Session, step: int) -> None:
+        time.sleep(self._secs if step == 4 else 0)
+
+
+def test_a_rank_that_left_its_loops_has_time_for_the_save_that_it_joins(tmp_path: Path) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        saver = CheckpointSaverHook(tmp_path, save_steps=2, listeners=[SlowAtRun4(ranks.rank)])
+        with MonitoredLoop(step_with(ranks, hub), hooks=[saver], ranks=ranks) as loop:
+            breaks_where_the_data_of_others_end(loop, ranks.rank)
+
+    # Rank 0 is in that save for many more than the fifty ticks which it would have to arrive.
+    assert in_threads(2, main, stuck_secs=60) == [None, None]
+    assert list_checkpoints(tmp_path)[-1].step == 4
+
+
 # The rank that breaks comes to the next loop before and after the data of the other one end.
 @pytest.mark.parametrize(("break_secs", "end_secs"), [(0.0, 0.1), (0.1, 0.0), (0.0, 0.0)])
 def test_a_rank_that_breaks_where_the_data_of_the_others_end_goes_on_with_them(

@@ -293,6 +293,8 @@ class Peers:
             # Not one more than this rank's last one: a meeting may have been over without it, because it was gone.
             self._arrival = _Arrival(self._agreement.meetings + 1, kind, value, detail)
             self._met = None
+            if kind == CLOSE:  # it has arrived, also if it now makes calls with another rank, which may take long
+                self.loops = OUTSIDE
             joins = detail if kind == CLOSE else 0
             applied = self._wait(lambda: self._is_met(kind) or bool(self.awaited(joins)), at_meeting=True)
             if not self._is_met(kind):
