@@ -295,6 +295,12 @@ def test_the_end_of_the_data_passes_a_rank_that_left_its_loops() -> None:
 def test_a_rank_that_leaves_joins_the_end_of_an_epoch_that_is_due_on_it_too() -> None:
     ending = after_run(2)._replace(epochs=1)
     assert Agreement().settle([at(CLOSE, detail=HAS_EPOCH), ending]) == []
+    # It may be in that call already, so its meeting is not over, wherever the other rank is meanwhile.
+    ended, agreement = at(CLOSE, meeting=2)._replace(epochs=1), Agreement()
+    assert agreement.settle([at(CLOSE, detail=HAS_EPOCH), ended]) == []
+    assert agreement.settle([at(CLOSE)._replace(epochs=1), ended]) == [Meeting(leaver=0, stop=True)]
+    saved = at(CLOSE, meeting=2)._replace(gatherings=1)
+    assert Agreement().settle([at(CLOSE, detail=HAS_CALLS), saved]) == []
     assert Agreement().settle([at(CLOSE, detail=HAS_CALLS), ending]) == [Conflict(0, 2, CLOSE, 1, 2)]
     assert Agreement().settle([at(CLOSE, detail=HAS_EPOCH), place(IN_GATHERING)]) == [Conflict(0, 2, CLOSE, 1, 2)]
 

@@ -309,8 +309,13 @@ class Agreement:
         return events
 
     def _settle_meeting(self, table: Sequence[Row]) -> list[Event]:
-        # CLOSE is the last meeting of a rank, whatever number the others have come to.
-        waiting = {rank: row for rank, row in enumerate(table) if row.meeting > self.meetings or row.kind == CLOSE}
+        # CLOSE is the last meeting of a rank, whatever number the others have come to. One that joins the calls of
+        # another rank comes back to it: its thread may be in them already.
+        waiting = {
+            rank: row
+            for rank, row in enumerate(table)
+            if (not joined_calls(row, table) if row.kind == CLOSE else row.meeting > self.meetings)
+        }
         missed = self._settle_order(table) or self._settle_gone(table, waiting)
         if missed or not waiting:
             return missed
@@ -407,6 +412,12 @@ class Agreement:
         """Return whether there is patience for one more tick."""
         self._patience -= 1
         return self._patience >= 0
+
+
+def joined_calls(row: Row, table: Sequence[Row]) -> int:
+    """Return which of the calls that are due on the rank of ``row``, at CLOSE, another rank makes already."""
+    calls = HAS_CALLS * any(another.gatherings > row.gatherings for another in table)
+    return row.detail & (calls | HAS_EPOCH * any(another.epochs > row.epochs for another in table))
 
 
 def _gathers_without(row: Row, another: Row) -> bool:

@@ -42,8 +42,6 @@ from torchhooks.ranks.agreement import (
     FAILED,
     FAILED_LATER,
     GONE,
-    HAS_CALLS,
-    HAS_EPOCH,
     IN_LOOPS,
     LEFT,
     LIVE,
@@ -64,6 +62,7 @@ from torchhooks.ranks.agreement import (
     RoundPhase,
     Row,
     RunFailed,
+    joined_calls,
 )
 from torchhooks.ranks.ranks import LoopRanks
 from torchhooks.ranks.transport import ContactLostError, GlooTransport, is_communication_error
@@ -318,8 +317,7 @@ class Peers:
 
     def awaited(self, joins: int) -> int:
         """Return which of the calls in ``joins``, HAS_CALLS and HAS_EPOCH, another rank makes already."""
-        calls = HAS_CALLS * any(row.gatherings > self._ranks.gatherings for row in self._table)
-        return joins & (calls | HAS_EPOCH * any(row.epochs > self.epochs for row in self._table))
+        return joined_calls(Row(detail=joins, gatherings=self._ranks.gatherings, epochs=self.epochs), self._table)
 
     def loops_are_over(self, left: str) -> None:
         """Note that the outermost loop is over; ``left`` says where the script has left it, and is empty at its end."""
