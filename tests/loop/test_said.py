@@ -36,7 +36,7 @@ from torchhooks import (
     SummarySaverHook,
     latest,
 )
-from torchhooks.testing import RecordingHook
+from torchhooks.testing import RecordingHook, RecordingWriter
 
 Lines = list[tuple[str, str]]
 
@@ -484,7 +484,7 @@ def test_loops_that_are_never_closed_are_warned_of_at_the_end_of_the_process() -
         (EvaluationHook(lambda modle: 0.0, every_n_steps=99), "INFO", "'modle', a parameter of <lambda>"),
         (LoggingTensorHook(["0.wieght"], every_n_steps=99), "WARNING", "'0.wieght', which does not exist. Did you"),
         (
-            SummarySaverHook(every_n_steps=99, output_dir="x", summary_op={"a": "7:output"}),
+            SummarySaverHook(every_n_steps=99, summary_writer=RecordingWriter(), summary_op={"a": "7:output"}),
             "WARNING",
             "'7:output', which",
         ),
