@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import gc
 import importlib
 import itertools
@@ -87,7 +88,7 @@ from torchhooks.ranks.agreement import (
     Row,
     RunFailed,
 )
-from torchhooks.ranks.peers import end_process
+from torchhooks.ranks.peers import Peers, end_process
 from torchhooks.ranks.ranks import LoopRanks, checked_ranks
 from torchhooks.ranks.transport import ContactLostError, GlooTransport, mark_as_known
 from torchhooks.testing import RecordingHook
@@ -284,8 +285,10 @@ def test_the_end_of_the_data_passes_a_rank_that_left_its_loops() -> None:
     assert agreement.settle([at(CLOSE, loops=GONE), at(CLOSE, meeting=2)]) == [Meeting(leaver=0, stop=True)]
     assert Agreement().settle([after_run(1)._replace(loops=GONE), at(END)]) == []
     assert Agreement().settle([after_run(2), at(END)]) == []
-    # It may have come to another loop meanwhile.
-    agreement, enters = Agreement(), at(ENTER, detail=1, loops=GONE)
+    # It may have come to another loop meanwhile, as other ranks that have left may.
+    enters = at(ENTER, detail=1, loops=GONE)
+    assert Agreement().settle([enters, enters]) == [Meeting()]
+    agreement = Agreement()
     assert agreement.settle([enters, at(END)]) == [Meeting(end_passes=True)]
     assert agreement.settle([enters._replace(meeting=2), at(ENTER, meeting=2, detail=1)]) == [Meeting()]
     enters = at(ENTER, detail=1, loops=IN_LOOPS)
@@ -1030,6 +1033,36 @@ def test_two_ranks_that_fail_at_once_keep_their_errors() -> None:
             loop.run(ranks, hub)
 
     assert [str(error) for error in in_threads(2, main)] == ["rank 0", "rank 1"]
+
+
+def test_a_rank_keeps_its_error_if_another_one_has_ended_with_the_same_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    tell_failure = Peers.tell_failure
+
+    def slow(peers: Peers, error: BaseException, *arguments: Any) -> Any:
+        failure = tell_failure(peers, error, *arguments)
+        time.sleep(0.1 if str(error) == "rank 1" else 0)
+        return failure
+
+    monkeypatch.setattr(Peers, "tell_failure", slow)
+
+    def main(ranks: ThreadRanks, hub: Hub, catches: bool) -> None:
+        def step() -> None:
+            hub.gather("step", ranks.rank, 0)
+            raise ValueError(f"rank {ranks.rank}")
+
+        with MonitoredLoop(step, ranks=ranks) as loop:
+            try:
+                loop.run()
+            except ValueError:
+                if not catches or ranks.rank == 0:
+                    raise
+                loop.run()
+
+    errors = in_threads(2, functools.partial(main, catches=False))
+    assert [str(error) for error in errors] == ["rank 0", "rank 1"]
+    assert errors[1].__notes__[-1] == "torchhooks: meanwhile, rank 0 failed before its first run: ValueError: rank 0"
+    # A rank that goes on is told at its next run.
+    assert [type(error) for error in in_threads(2, functools.partial(main, catches=True))] == [ValueError, PeerError]
 
 
 def test_no_rank_recovers_alone() -> None:

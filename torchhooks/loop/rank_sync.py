@@ -156,6 +156,12 @@ class RankSync:
         return None if failure is None or self.peers.has_stopped else str(failure)
 
     def _apply(self, rounds: list[Round]) -> None:
+        """Do what the ranks have decided in ``rounds``, and raise the failure of another rank."""
+        self._do(rounds)
+        if not self.peers.has_stopped:
+            self.check()
+
+    def _do(self, rounds: list[Round]) -> None:
         """Do what the ranks have decided in ``rounds``, whose last run is over."""
         for each in rounds:
             for number, slot in enumerate(self._schedule.collective):
@@ -163,8 +169,6 @@ class RankSync:
                     self._schedule.force_due(slot)
             if each.stops:
                 self._state.decide(Stop.from_text(each.why))
-        if not self.peers.has_stopped:
-            self.check()
 
     # -- data ---------------------------------------------------------------------------------------------------------
 
@@ -330,7 +334,9 @@ class RankSync:
             failure.__cause__ = error
             state.fail(failure, error)
         elif not self.peers.has_stopped and not isinstance(error, PeerError):
-            self.end_run()  # it failed on all ranks, which may have agreed that it is the last one
+            # It failed on all ranks, which may have agreed that it is the last one. If another rank has ended with its
+            # error by now, the next call says so: the error that this run raises is this rank's.
+            self._do(self.peers.end_run())
 
     def _tell_failure(
         self, error: BaseException, run: int, *, in_run: bool, counted: int | None = None
