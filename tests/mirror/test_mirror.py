@@ -320,6 +320,18 @@ def test_training_does_not_wait_for_the_store_and_the_end_names_what_is_missing(
     wait_for_threads()
 
 
+def test_what_is_missing_is_named_if_the_thread_ends_for_lack_of_time_before_the_loop_looks(
+    tmp_path: Path, lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_over = property(lambda self: self.deadline is not None)
+    monkeypatch.setattr(torchhooks.mirror.copy.Copy, "is_over", is_over)
+    monkeypatch.setattr(torchhooks.mirror.copy.Copy, "push_checkpoints", lambda self: [])
+    copy = (tmp_path / "copy").as_uri()
+    train(tmp_path / "run", copy, {}, grace_secs=20)
+    [error] = texts(lines, "ERROR")
+    assert error.startswith(f"{copy} is not complete after 20 s, it lacks model.ckpt-12, ")
+
+
 def test_a_server_that_fails_and_comes_back_is_one_warning_and_one_line_and_gets_everything(
     s3: S3Place, tmp_path: Path, lines: Lines
 ) -> None:

@@ -155,11 +155,14 @@ class MirrorHook(StandardHook):
         if not self._training.is_set():  # the loop has not begun: there is nothing new to copy
             self._copy.deadline = time.monotonic()
             self._training.set()
-        elif not self._done.wait(self._grace_secs) and (missing := self._copy.missing()):
-            logger.error(
-                "%s is not complete after %g s, it lacks %s. This command copies it: %s",
-                *(self._url, self._grace_secs, shortened(missing), self._command()),
-            )
+        else:
+            # The thread may also end because the time is over, an instant before this wait is.
+            is_over = not self._done.wait(self._grace_secs) or self._copy.is_over
+            if is_over and (missing := self._copy.missing()):
+                logger.error(
+                    "%s is not complete after %g s, it lacks %s. This command copies it: %s",
+                    *(self._url, self._grace_secs, shortened(missing), self._command()),
+                )
         if self._done.is_set():
             thread.join()
 
