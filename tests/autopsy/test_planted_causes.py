@@ -898,6 +898,8 @@ class TwoRanks(Script):
     def in_turn(self) -> None:
         for _ in range(2):
             scripts = [NothingBad(), type(self)()]
+            for script in scripts:  # nothing reduces their gradients
+                script.model.per_rank = True
 
             def train_rank(ranks: ThreadRanks, hub: Hub, scripts: list[Any] = scripts) -> Any:
                 return scripts[ranks.rank].train(ranks=ranks)
