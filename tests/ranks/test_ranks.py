@@ -265,7 +265,7 @@ def test_a_rank_that_left_its_loops_has_fifty_ticks_to_come_to_the_end_of_the_bl
     assert events == ([Conflict(0, 2, CLOSE, 1, 2, other.kind)] if waits else [])
     other, agreement = at(ITEM), Agreement()
     assert agreement.settle([gone, other]) == []
-    assert agreement.settle([at(CLOSE, loops=GONE), other]) == [Meeting(leaver=0, stop=True, stays=1)]
+    assert agreement.settle([at(CLOSE), other]) == [Meeting(leaver=0, stop=True, stays=1)]
 
 
 def test_a_rank_that_left_its_loops_is_named_at_once_where_another_makes_a_later_run_in_them() -> None:
@@ -282,7 +282,7 @@ def test_a_rank_that_gathers_in_the_run_after_which_another_left_raises_the_erro
 def test_the_end_of_the_data_passes_a_rank_that_left_its_loops() -> None:
     agreement, gone = Agreement(), after_run(2)._replace(loops=GONE)
     assert agreement.settle([gone, at(END)]) == [Meeting(end_passes=True)]
-    assert agreement.settle([at(CLOSE, loops=GONE), at(CLOSE, meeting=2)]) == [Meeting(leaver=0, stop=True)]
+    assert agreement.settle([at(CLOSE), at(CLOSE, meeting=2)]) == [Meeting(leaver=0, stop=True)]
     assert Agreement().settle([after_run(1)._replace(loops=GONE), at(END)]) == []
     assert Agreement().settle([after_run(2), at(END)]) == []
     # It may have come to another loop meanwhile, as other ranks that have left may.

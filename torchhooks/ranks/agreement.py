@@ -81,7 +81,7 @@ OUTSIDE, IN_LOOPS, GONE = range(3)
 """What the script does on a rank.
 
 It is outside of every ``until_stop``; it is in one; or it has left the outermost one by ``break`` or ``return``, and
-has begun no other since.
+has not come to the end of the block since, nor has another loop begun.
 """
 
 UNKNOWN_LENGTH = -1
@@ -357,7 +357,7 @@ class Agreement:
 
     def _settle_gone(self, table: Sequence[Row], waiting: dict[int, Row]) -> list[Event]:
         """Settle whether a rank waits in vain for one that has left its loops, and is not at CLOSE yet."""
-        gone = [rank for rank, row in enumerate(table) if row.loops == GONE and row.kind != CLOSE]
+        gone = [rank for rank, row in enumerate(table) if row.loops == GONE]
         for rank, other in itertools.product(gone, range(len(table))):
             row = table[other]
             if row.loops == IN_LOOPS and row.run > table[rank].run:
