@@ -1038,12 +1038,13 @@ def test_two_ranks_that_fail_at_once_keep_their_errors() -> None:
 def test_a_rank_keeps_its_error_if_another_one_has_ended_with_the_same_first(monkeypatch: pytest.MonkeyPatch) -> None:
     tell_failure = Peers.tell_failure
 
-    def slow(peers: Peers, error: BaseException, *arguments: Any) -> Any:
-        failure = tell_failure(peers, error, *arguments)
-        time.sleep(0.1 if str(error) == "rank 1" else 0)
+    def tell_until_the_other_has_ended(peers: Peers, error: BaseException, *arguments: Any) -> Any:
+        failure, end = tell_failure(peers, error, *arguments), time.monotonic() + 60
+        while str(error) == "rank 1" and peers.failure is None and time.monotonic() < end:
+            time.sleep(0.001)
         return failure
 
-    monkeypatch.setattr(Peers, "tell_failure", slow)
+    monkeypatch.setattr(Peers, "tell_failure", tell_until_the_other_has_ended)
 
     def main(ranks: ThreadRanks, hub: Hub, catches: bool) -> None:
         def step() -> None:

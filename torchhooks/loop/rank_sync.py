@@ -157,11 +157,11 @@ class RankSync:
 
     def _apply(self, rounds: list[Round]) -> None:
         """Do what the ranks have decided in ``rounds``, and raise the failure of another rank."""
-        self._do(rounds)
+        self._carry_out(rounds)
         if not self.peers.has_stopped:
             self.check()
 
-    def _do(self, rounds: list[Round]) -> None:
+    def _carry_out(self, rounds: list[Round]) -> None:
         """Do what the ranks have decided in ``rounds``, whose last run is over."""
         for each in rounds:
             for number, slot in enumerate(self._schedule.collective):
@@ -336,7 +336,7 @@ class RankSync:
         elif not self.peers.has_stopped and not isinstance(error, PeerError):
             # It failed on all ranks, which may have agreed that it is the last one. If another rank has ended with its
             # error by now, the next call says so: the error that this run raises is this rank's.
-            self._do(self.peers.end_run())
+            self._carry_out(self.peers.end_run())
 
     def _tell_failure(
         self, error: BaseException, run: int, *, in_run: bool, counted: int | None = None
