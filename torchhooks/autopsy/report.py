@@ -331,7 +331,8 @@ def _not_again(report: Report) -> list[str]:
     """Return the lines about a NaN that did not come back."""
     request = report.request
     before, now = request.digests, report.digests
-    common = [name for name in before if name in now]
+    # Digests of another length are those of an older version.
+    common = [name for name in before if len(before[name]) == len(now.get(name, ""))]
     other = [name for name in common if before[name] != now[name]]
     lines = [f"autopsy of step {request.step}: {request.message} at the first time, and not this time."]
     shown = "; ".join(f"{name} {before[name]} then, {now[name]} now" for name in (other or common))

@@ -1,54 +1,67 @@
 """Digests of values: equal for equal values, and almost surely another one if a bit or an order differs.
 
-Identity does not count: two tensors that share memory, and two that do not, have the same digest if their elements are
-equal. So objects are walked, attribute by attribute, and not pickled: the bytes of a pickle depend on identity.
+An object is a node of a graph, whose label says what it is and whose edges lead to what it consists of, as
+:mod:`torchhooks.common.members` reads it. Nodes are hashed from the leaves up, each once, so that neither identity nor
+the order of a set counts, nothing recurses, and the time grows with the number of objects. Objects that refer to one
+another are told apart as the states of an automaton are: by where their edges lead, as long as that separates any.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
-import random
-import types
 import zlib
-from collections import UserDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 import torch
 
+from torchhooks.common.members import ORDERED, PAIRS, UNORDERED, Members, is_a, is_atom, members_of, name_of
 from torchhooks.common.memory import bytes_of
-from torchhooks.common.trees import changes_in_place
 
 _CHUNK = 1 << 22  # elements of a tensor on a device that are mixed at a time: each takes eight bytes or more
 _MIX = -7046029254386353131  # 2**64 over the golden ratio, an odd number whose bits are well mixed
+_SIZE = 8  # bytes of a hash
+_NO_PARTS = bytes(4)
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
-_PLAIN = frozenset(
-    {type(None), bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.device, torch.Size}
-)
+_TENSOR_TYPE, _ARRAY_TYPES = torch.Tensor, (np.ndarray, np.generic)
+WIDTH = 2 * _SIZE
+"""How many characters a digest has."""
+MOST_VALUES = 1_000_000
 
 
-def digest(value: object) -> str:
-    """Return the digest of ``value``. Waits for the device that a tensor in it is on."""
-    return digests([value])[0]
+class TooManyValuesError(Exception):
+    """An object consists of more values than are read. It has no digest, rather than one of a part of it."""
 
 
-def digests(values: Iterable[object]) -> list[str]:
+def digest(value: object, *, ordered: bool = False) -> str:
+    """Return the digest of ``value``. Waits for the device that a tensor in it is on.
+
+    Args:
+        value: any object.
+        ordered: whether the order of the keys of dicts counts.
+
+    Raises:
+        TooManyValuesError: it consists of more than a million values.
+    """
+    return digests([value], ordered=ordered)[0]
+
+
+def digests(values: Iterable[object], *, ordered: bool = False) -> list[str]:
     """Return the digest of each of ``values``, with one wait for each device.
 
-    Reads containers, tensors, arrays, numbers, strings, random generators and the attributes of other objects. Does not
-    iterate over anything else, and draws no random number.
+    Draws no random number, and iterates over nothing that is used up by it. Elements of a tensor on the CPU are read as
+    bytes, and those of one on a device are mixed and added up there. So a tensor has another digest in another place.
 
-    The elements of a tensor on the CPU are read as bytes, and the elements of one on a device are mixed and added up
-    there. So a tensor does not have the same digest in both places.
+    Raises:
+        TooManyValuesError: one of them consists of more than a million values.
     """
-    begun = [BegunDigest(value) for value in values]
+    begun = [BegunDigest(value, ordered=ordered) for value in values]
     sums = [each for one in begun for each in one.sums]
     numbers: dict[int, int] = {}
     for device in {each.device for each in sums}:
-        own = [each for each in sums if each.device == device]
-        numbers |= zip(map(id, own), torch.stack(own).tolist(), strict=True)
+        there = [each for each in sums if each.device == device]
+        numbers |= zip(map(id, there), torch.stack(there).tolist(), strict=True)
     return [one.finish([numbers[id(each)] for each in one.sums]) for one in begun]
 
 
@@ -60,114 +73,377 @@ class BegunDigest:
     """The digest of ``value``, complete but for the tensors that are on a device. Does not wait for the device.
 
     Args:
-        value: what :func:`digests` reads.
+        value: any object.
         known: the sums of tensors on the CPU, for several values with the same tensors. A tensor that changes in
             place between two of them needs another dict.
+        ordered: whether the order of the keys of dicts counts.
+
+    Raises:
+        TooManyValuesError: it consists of more than a million values.
     """
 
-    def __init__(self, value: object, known: KnownSums | None = None) -> None:
-        self._known = {} if known is None else known
+    def __init__(self, value: object, known: KnownSums | None = None, *, ordered: bool = False) -> None:
+        known = {} if known is None else known
         self.sums: list[torch.Tensor] = []
         """For each tensor on a device, the sum of its mixed elements there."""
-        self._texts: list[str] = []
-        self._note = self._texts.append
-        self._inside: set[int] = set()
-        self.add(value)
-        self._known = {}  # it has the tensors, and what is read back from a device may take many runs
+        self._hash = None if ordered else _hash_of_batch(value, known)
+        if self._hash is not None:
+            return
+        self._graph = graph = ValueGraph(known, ordered=ordered)
+        self._root = graph.add(value)
+        self.sums = graph.sums
+        graph.forget_objects()  # what is read back from a device may take many runs
 
     def finish(self, numbers: Iterable[int]) -> str:
         """Return the digest, given the values of :attr:`sums`, which have arrived on the host. Called once."""
-        for number in numbers:
-            self._note(f"sum {number}")
-        # The repr of a list of strings is another one for each list, and plain ASCII but for printable characters.
-        return f"{zlib.crc32(repr(self._texts).encode()):08x}"
+        return (self._graph.hashes(numbers)[self._root] if self._hash is None else self._hash).hex()
 
-    def add(self, value: Any) -> None:
-        """Add ``value``."""
+
+class ValueGraph:
+    """The objects that some values consist of, as numbered nodes.
+
+    Args:
+        known: the sums of tensors on the CPU that are known already.
+        ordered: whether the order of the keys of dicts counts.
+        read: what returns the members of an object that is neither an atom nor a tensor.
+        most: how many nodes there may be.
+    """
+
+    def __init__(
+        self,
+        known: KnownSums | None = None,
+        *,
+        ordered: bool = False,
+        read: Callable[[object], Members] = members_of,
+        most: int = MOST_VALUES,
+    ) -> None:
+        self.labels: list[str] = []
+        self.children: list[Sequence[int]] = []
+        self.orders: list[int] = []
+        self.sums: list[torch.Tensor] = []
+        self._nodes_of_sums: list[int] = []
+        self._known = {} if known is None else known
+        self._ordered, self._read, self._most = ordered, read, most
+        self._nodes: dict[int, int] = {}  # by the id of the object
+        self._objects: list[object] = []  # alive as long as their ids are compared
+        self.fixed: dict[int, bytes] = {}
+        """The hashes of nodes that are known, and were not expanded."""
+        self._is_tree = True  # no edge leads to a node that is earlier than its own
+
+    def add(self, value: object) -> int:
+        """Add ``value`` and all that it consists of, breadth first, and return its node."""
+        objects, labels = self._objects, self.labels
+        node = len(objects)
+        root = self._node(value)
+        while node < len(objects):
+            if not labels[node]:
+                self._expand(node, objects[node])
+            node += 1
+        return root
+
+    def _expand(self, node: int, value: Any) -> None:
         kind = type(value)
-        if kind is torch.Tensor:
-            self._add_tensor(value)
-        elif kind in _PLAIN:
-            # Not repr() of an integer, which Python limits to 4300 digits.
-            self._note(f"{kind.__name__} {value:x}" if kind is int else f"{kind.__name__} {value!r}")
-        elif isinstance(value, torch.Tensor):
-            self._add_tensor(value.to_local() if hasattr(value, "to_local") else value)  # this rank's part of a DTensor
-        elif isinstance(value, (np.ndarray, np.generic)):
-            self._add_array(np.asarray(value))
-        elif isinstance(value, (type, types.ModuleType)) or hasattr(value, "__qualname__"):
-            self._note(f"{kind.__name__} {value.__module__ if hasattr(value, '__module__') else ''} {value.__name__}")
-        elif id(value) in self._inside:
-            self._note("part of itself")
+        if kind is _TENSOR_TYPE or is_a(kind, _TENSOR_TYPE):
+            members = self._tensor(node, value)
+            if members is None:
+                return
         else:
-            self._inside.add(id(value))
-            self._add_members(kind, value)
-            self._inside.discard(id(value))
+            members = _array(value) if is_a(kind, *_ARRAY_TYPES) else self._read(value)
+        self.labels[node] = members.label
+        if len(members.children) > _LONG and members.order != ORDERED and not self._ordered:
+            text = _text_of_atoms(members)
+            if text is not None:
+                self.labels[node] += text
+                return
+        if members.children:
+            self.children[node] = children = [*map(self._node, members.children)]
+            if self._is_tree and min(children) <= node:
+                self._is_tree = False
+            self.orders[node] = ORDERED if members.order == PAIRS and self._ordered else members.order
 
-    def _add_members(self, kind: type, value: object) -> None:
-        self._note(_name_of(kind))
-        if isinstance(value, (dict, UserDict)):
-            # The order of the keys is none of the values: an optimizer has another one after it was loaded.
-            for key in sorted(value, key=lambda key: (type(key).__name__, repr(key))):
-                self.add(key)
-                self.add(value[key])
-        elif isinstance(value, (list, tuple)):
-            self._note(f"of {len(value)}")
-            for each in value:
-                self.add(each)
-        elif isinstance(value, torch.Generator):
-            self.add(value.get_state())
-        elif isinstance(value, np.random.Generator):
-            self.add(value.bit_generator.state)
-        elif isinstance(value, np.random.RandomState):
-            self.add(value.get_state(legacy=False))
-        elif isinstance(value, random.Random):
-            self.add(value.getstate())
-        elif isinstance(value, torch.nn.Module):
-            self.add(dict(value.state_dict()))  # whether it is in training mode is no value
-        elif isinstance(value, (set, frozenset)):
-            for each in sorted(map(digest, value)):
-                self._note(each)
+    def _node(self, value: object) -> int:
+        """Return the node of ``value``, a new one if it was not added before."""
+        objects = self._objects
+        node = len(objects)
+        if is_atom(value):
+            self.labels.append(atom_text(value))  # a node for each place, so that most graphs are trees
+            value = None
         else:
-            slots = [name for base in kind.__mro__ for name in getattr(base, "__slots__", ())]
-            members = {name: getattr(value, name) for name in slots if hasattr(value, name)}
-            for name, member in sorted((members | getattr(value, "__dict__", {})).items()):
-                self._note(name)
-                self.add(member)
+            known = self._nodes.setdefault(id(value), node)
+            if known != node:
+                return known
+            self.labels.append("")
+        if node >= self._most:
+            raise TooManyValuesError(f"more than {self._most} values")
+        objects.append(value)
+        self.children.append(())
+        self.orders.append(ORDERED)
+        return node
 
-    def _add_array(self, array: np.ndarray) -> None:
-        self._note(f"{array.dtype} {array.shape}")
-        if array.dtype.hasobject:
-            for each in array.flat:
-                self.add(each)
-        else:
-            data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-            self._note(f"{zlib.crc32(data):08x}")
-
-    def _add_tensor(self, tensor: torch.Tensor) -> None:
-        text = f"{_name_of(tensor.dtype)} {tuple(tensor.shape)}"
+    def _tensor(self, node: int, tensor: torch.Tensor) -> Members | None:
         if has_plain_elements(tensor):
             if tensor.is_cpu:
-                self._note(f"{text} {self._sum_on_host(tensor):08x}")
+                self.labels[node] = _label_of(tensor, self._known)
             else:
-                self._note(text)
+                self.labels[node] = f"tensor {_DTYPES[tensor.dtype]} {(*tensor.shape,)}"
                 self.sums.append(mixed_sum(_bits(tensor)))
-            return
-        self._note(text)
-        for part in _parts_of(tensor.detach()):
-            self._add_tensor(part)
+                self._nodes_of_sums.append(node)
+            return None
+        with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - no operator of a class of the script is called
+            return _parts_of(tensor)
 
-    def _sum_on_host(self, tensor: torch.Tensor) -> int:
-        known, _ = self._known.get(id(tensor), (None, None))
-        if known is None:
-            is_plain = tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())
-            known = zlib.crc32(bytes_of(tensor if is_plain else _bits(tensor)))
-            self._known[id(tensor)] = known, tensor
-        return known
+    def forget_objects(self) -> None:
+        """Drop the objects. No value can be added after this."""
+        self._objects, self._nodes, self._known = [], {}, {}
+
+    def hashes(self, numbers: Iterable[int] = ()) -> list[bytes]:
+        """Return the hash of each node, given the values of :attr:`sums`. Called once."""
+        for node, number in zip(self._nodes_of_sums, numbers, strict=True):
+            self.labels[node] += f" {number}"
+        hashed: list[bytes] = [b""] * len(self.labels)
+        if self._is_tree:
+            for node in range(len(hashed) - 1, -1, -1):
+                hashed[node] = self._hash(node, hashed)
+            return hashed
+        for component in _components(self.children):
+            if len(component) > 1 or component[0] in self.children[component[0]]:
+                self._hash_circle(component, hashed)
+            else:
+                hashed[component[0]] = self._hash(component[0], hashed)
+        return hashed
+
+    def _hash(self, node: int, hashed: Sequence[bytes] | _Either) -> bytes:
+        """Return the hash of ``node``, given the hashes of its children."""
+        label = self.labels[node].encode("utf-8", "surrogatepass")
+        children = self.children[node]
+        if node in self.fixed:
+            return self.fixed[node]
+        if not children:
+            return blake2b(label + _NO_PARTS, digest_size=_SIZE).digest()
+        parts = [hashed[child] for child in children]
+        order = self.orders[node]
+        if order == UNORDERED:
+            parts.sort()
+        elif order == PAIRS:
+            parts = sorted(one + other for one, other in zip(parts[::2], parts[1::2], strict=True))
+        return _hash_of(label, *parts)
+
+    def _hash_circle(self, component: Sequence[int], hashed: list[bytes]) -> None:
+        """Hash nodes that refer to one another. All edges that lead out of ``component`` lead to hashed nodes."""
+        for node in component:
+            hashed[node] = bytes(_SIZE)
+        labels = {node: self._hash(node, hashed) for node in component}
+        edges = {node: [child for child in self.children[node] if child in labels] for node in component}
+        # First which nodes are equal, then names for them in which it does not count how many are equal to one another.
+        names = _told_apart(labels, edges, lambda node, names: self._hash(node, _Either(names, hashed)))
+        first = {name: node for node, name in names.items()}
+        of_node = {node: first[name] for node, name in names.items()}
+
+        def signature(node: int, names: Mapping[int, bytes]) -> bytes:
+            return self._hash(node, _Either(names, hashed, of_node))
+
+        states = {node: labels[node] for node in first.values()}
+        edges = {node: [of_node[child] for child in edges[node]] for node in states}
+        names = _told_apart(states, edges, signature)
+        # The states with their names are the automaton, whatever order they were visited in.
+        automaton = _hash_of(b"circle", *sorted(name + signature(node, names) for node, name in names.items()))
+        for node in component:
+            hashed[node] = _hash_of(names[of_node[node]], automaton)
 
 
-@functools.cache
-def _name_of(kind: type | torch.dtype) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}" if isinstance(kind, type) else str(kind)
+class _Either:
+    """The names of the nodes of a circle, and the hashes of all others."""
+
+    def __init__(
+        self, names: Mapping[int, bytes], hashed: Sequence[bytes], of_node: Mapping[int, int] | None = None
+    ) -> None:
+        self._names, self._hashed, self._of_node = names, hashed, of_node
+
+    def __getitem__(self, node: int) -> bytes:
+        if self._of_node is not None:
+            node = self._of_node.get(node, node)
+        name = self._names.get(node)
+        return self._hashed[node] if name is None else name
+
+
+def _told_apart(
+    labels: Mapping[int, bytes],
+    edges: Mapping[int, Sequence[int]],
+    signature: Callable[[int, Mapping[int, bytes]], bytes],
+) -> dict[int, bytes]:
+    """Return names for nodes, which are equal where nothing that the nodes lead to tells them apart.
+
+    Nodes of one name are split where their edges lead to other names. The largest part keeps the name, so that what
+    leads to it need not be looked at again: otherwise a list of links would take the square of its length.
+    """
+    names = dict(labels)
+    leading: dict[int, list[int]] = {node: [] for node in labels}
+    for node, children in edges.items():
+        for child in children:
+            leading[child].append(node)
+    of_name: dict[bytes, set[int]] = {}
+    for node, name in names.items():
+        of_name.setdefault(name, set()).add(node)
+    known: dict[bytes, bytes] = {}  # by name, the signature of its nodes
+    changed: set[int] = {*labels}
+    while changed:
+        parts_of: dict[bytes, dict[bytes, list[int]]] = {}
+        for node in changed:
+            parts_of.setdefault(names[node], {}).setdefault(signature(node, names), []).append(node)
+        renamed: list[tuple[bytes, bytes, Iterable[int]]] = []
+        for name, parts in parts_of.items():
+            sizes = {each: len(nodes) for each, nodes in parts.items()}
+            rest = len(of_name[name]) - sum(sizes.values())
+            if rest:
+                sizes[known[name]] = sizes.get(known[name], 0) + rest
+            largest = max(sizes, key=lambda each: (sizes[each], each))
+            if rest and largest != known[name]:
+                unchanged = of_name[name].difference(*parts.values())
+                parts.setdefault(known[name], []).extend(unchanged)
+            parts.pop(largest, None)
+            known[name] = largest
+            renamed += [(name, each, nodes) for each, nodes in parts.items()]
+        changed = set()
+        for name, each, nodes in renamed:
+            new = _hash_of(name, each)
+            of_name[name].difference_update(nodes)
+            of_name[new], known[new] = set(nodes), each
+            for node in nodes:
+                names[node] = new
+                changed.update(leading[node])
+    return names
+
+
+def _hash_of(label: bytes, *parts: bytes) -> bytes:
+    # The number of parts, each as long as the others, says where the label ends.
+    return blake2b(b"%b%b%b" % (label, b"".join(parts), len(parts).to_bytes(4, "big")), digest_size=_SIZE).digest()
+
+
+def _components(children: Sequence[Sequence[int]]) -> Iterator[list[int]]:
+    """Yield the nodes that refer to one another, each such set after all that its nodes lead to (Tarjan, 1972)."""
+    order = [-1] * len(children)  # in which nodes are visited
+    lowest = [0] * len(children)  # of all that a node leads to and that is no part of an earlier component
+    is_open = [False] * len(children)
+    path: list[int] = []
+    count = 0
+    for start in range(len(children)):
+        if order[start] >= 0:
+            continue
+        work = [(start, iter(children[start]))]
+        order[start] = lowest[start] = count
+        count += 1
+        path.append(start)
+        is_open[start] = True
+        while work:
+            node, rest = work[-1]
+            for child in rest:
+                if order[child] < 0:
+                    order[child] = lowest[child] = count
+                    count += 1
+                    path.append(child)
+                    is_open[child] = True
+                    work.append((child, iter(children[child])))
+                    break
+                if is_open[child]:
+                    lowest[node] = min(lowest[node], order[child])
+            else:
+                work.pop()
+                if work:
+                    parent = work[-1][0]
+                    lowest[parent] = min(lowest[parent], lowest[node])
+                if lowest[node] == order[node]:
+                    at = len(path) - 1
+                    while path[at] != node:
+                        at -= 1
+                    component = path[at:]
+                    del path[at:]
+                    for each in component:
+                        is_open[each] = False
+                    yield component
+
+
+_LONG = 2000  # of a dict or a set whose members are read as one text, if they are nothing but numbers and strings
+
+
+def _text_of_atoms(members: Members) -> str | None:
+    """Return one text of the members of a dict or a set in no order; ``None`` if one of them has members itself."""
+    children = members.children
+    if not all(map(is_atom, children)):
+        return None
+    texts = map(atom_text, children)
+    ordered = sorted(zip(texts, texts, strict=True)) if members.order == PAIRS else sorted(texts)
+    return f" {len(children)} {blake2b(repr(ordered).encode(), digest_size=_SIZE).hexdigest()}"
+
+
+# -- batches ----------------------------------------------------------------------------------------------------------
+
+
+def _hash_of_batch(value: Any, known: KnownSums) -> bytes | None:
+    """Return the hash that :class:`ValueGraph` makes of a batch, in half the time; ``None`` for other values.
+
+    A batch is a tensor on the CPU, or a tuple, list or dict of tensors, numbers and strings.
+    """
+    kind = type(value)
+    if kind is tuple or kind is list:
+        parts = [_hash_of_leaf(each, known) for each in value]
+        # Of nothing but numbers and strings, a sequence has one text.
+        return None if None in parts or all(map(is_atom, value)) else _hash_of(_NAMES[kind], *parts)  # type: ignore[arg-type]
+    if kind is dict:
+        parts = [_hash_of_leaf(each, known) for pair in value.items() for each in pair]
+        if None in parts or not parts:
+            return None
+        pairs = sorted(one + other for one, other in zip(parts[::2], parts[1::2], strict=True))  # type: ignore[operator]
+        return _hash_of(_NAMES[kind], *pairs)
+    return _hash_of_leaf(value, known) if kind is _TENSOR_TYPE else None
+
+
+_NAMES: dict[type, bytes] = {tuple: b"tuple", list: b"list", dict: b"dict"}
+
+
+def _hash_of_leaf(value: Any, known: KnownSums) -> bytes | None:
+    if is_atom(value):
+        label = atom_text(value)
+    elif type(value) is _TENSOR_TYPE and value.is_cpu and has_plain_elements(value):
+        label = _label_of(value, known)
+    else:
+        return None
+    return blake2b(label.encode("utf-8", "surrogatepass") + _NO_PARTS, digest_size=_SIZE).digest()
+
+
+# -- leaves -----------------------------------------------------------------------------------------------------------
+
+
+def atom_text(value: Any) -> str:
+    """Return the type and the value of a number, a string, bytes or ``None``."""
+    kind = type(value)
+    # Not repr() of an integer, which Python limits to 4300 digits.
+    return f"int {value:x}" if kind is int else f"{kind.__name__} {value!r}"
+
+
+class _Dtypes(dict[torch.dtype, str]):
+    def __missing__(self, dtype: torch.dtype) -> str:
+        self[dtype] = text = str(dtype)
+        return text
+
+
+_DTYPES = _Dtypes()
+
+
+def _array(value: Any) -> Members:
+    """Return the members of an array of NumPy, or of a number of it, which counts as Python's."""
+    if not isinstance(value, np.ndarray):
+        number = value.item()
+        if is_atom(number):
+            return Members(atom_text(number))
+        return Members(f"{name_of(type(value))} {value!r}")  # a date, a record, or more digits than Python's float has
+    kind = type(value)
+    attributes = () if kind is np.ndarray or kind is np.memmap else (getattr(value, "__dict__", {}),)
+    array = np.asarray(value)
+    label = f"array {array.dtype} {array.shape}"
+    if array.dtype.hasobject:
+        return Members(label, (array.reshape(-1).tolist(), *attributes))
+    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data if array.size else b""
+    return Members(f"{label} {zlib.crc32(data):08x}", attributes)
 
 
 def has_plain_elements(tensor: torch.Tensor) -> bool:
@@ -179,18 +455,50 @@ def has_plain_elements(tensor: torch.Tensor) -> bool:
     )
 
 
-def _parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the tensors that a sparse or quantized one consists of."""
+def _parts_of(tensor: torch.Tensor) -> Members:
+    """Return the tensors that one consists of whose elements are not simply in its memory."""
+    kind: Any = type(tensor)
+    if torch.nn.parameter.is_lazy(tensor):
+        return Members(f"tensor {tensor.dtype} without a shape")
+    label = f"tensor {tensor.dtype} {'nested' if tensor.is_nested else (*tensor.shape,)}"
     if tensor.is_meta:
-        return ()
+        return Members(f"{label} without elements")
+    if kind not in _TENSORS:
+        parts: Any = tensor
+        if hasattr(kind, "to_local"):
+            return Members(label, (parts.to_local(),))  # this rank's part of a DTensor
+        if hasattr(kind, "__tensor_flatten__"):
+            names, _ = parts.__tensor_flatten__()
+            return Members(label, [getattr(parts, name) for name in names])
+        return Members(name_of(kind), (tensor.detach().as_subclass(torch.Tensor),))
+    tensor = tensor.detach()
+    if tensor.is_nested:
+        return Members(label, tensor.unbind())
+    if tensor.is_quantized:
+        return Members(label, (tensor.int_repr(), tensor.dequantize()))
     if tensor.layout is torch.sparse_coo:
         whole = tensor.coalesce()
-        return whole.indices(), whole.values()
+        return Members(f"{label} sparse", (whole.indices(), whole.values()))
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+        return Members(f"{label} rows", (tensor.crow_indices(), tensor.col_indices(), tensor.values()))
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
-    return (tensor.int_repr(), tensor.dequantize()) if tensor.is_quantized else ()
+        return Members(f"{label} columns", (tensor.ccol_indices(), tensor.row_indices(), tensor.values()))
+    return Members(label, (tensor.to_dense(),))
+
+
+def _label_of(tensor: torch.Tensor, known: KnownSums) -> str:
+    """Return the label of a tensor on the CPU, which has its elements."""
+    found, _ = known.get(id(tensor), (None, None))
+    if found is None:
+        found = sum_on_host(tensor)
+        known[id(tensor)] = found, tensor
+    return f"tensor {_DTYPES[tensor.dtype]} {(*tensor.shape,)} {found:08x}"
+
+
+def sum_on_host(tensor: torch.Tensor) -> int:
+    """Return the sum of the bytes of ``tensor``, which is on the CPU and has plain elements."""
+    is_plain = tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())
+    return zlib.crc32(bytes_of(tensor if is_plain else _bits(tensor)))
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -215,68 +523,3 @@ def mixed_sum(bits: torch.Tensor) -> torch.Tensor:
             mixed.bitwise_xor_((mixed >> 32) & 0xFFFFFFFF).mul_(_MIX)
         total += mixed.bitwise_xor_((mixed >> 29) & 0x7FFFFFFFF).sum()
     return total
-
-
-# -- items ------------------------------------------------------------------------------------------------------------
-
-ItemDigest = dict[str, list[Any]]
-"""By the path of a leaf: its description, torch's count of its in-place changes, and the digest of its value."""
-
-# How much of an item is read at each checkpoint: enough to tell two batches apart, also nested ones.
-_MOST_LEAVES = 32
-_MOST_DEPTH = 8
-
-
-def item_digest(item: object) -> ItemDigest | None:
-    """Return the digests of the leaves of ``item``, an item of a data set; ``None`` if it cannot be read.
-
-    Does not wait for a device, and reads no other objects than containers: of a tensor on a device, only the shape and
-    the dtype count, and of another object the type.
-    """
-    try:
-        return {path: _leaf(leaf) for path, leaf in itertools.islice(_leaves(item), _MOST_LEAVES)}
-    except Exception:  # an item of an odd kind must not prevent a checkpoint
-        return None
-
-
-def differ(one: ItemDigest | None, other: ItemDigest | None, noisy: bool = False) -> bool:
-    """Return whether two digests are of different items; false unless both exist.
-
-    A leaf that only one of them has does not count: the body of a loop may take it out, as ``batch.pop("labels")``
-    does. Nor does the content of a tensor that was changed in place. With ``noisy``, no leaf of floats counts.
-    """
-    if one is None or other is None:
-        return False
-    for path in one.keys() & other.keys():
-        (kind, version, content), (other_kind, other_version, other_content) = one[path], other[path]
-        if noisy and "float" in kind:
-            continue
-        if kind != other_kind or (version == other_version and content != other_content):
-            return True
-    return False
-
-
-def _leaves(value: object, path: str = "", depth: int = 0) -> Iterator[tuple[str, object]]:
-    members: Any = None
-    if isinstance(value, (dict, UserDict)):
-        members = value.items()
-    elif isinstance(value, (list, tuple)):
-        members = enumerate(value)
-    elif hasattr(type(value), "__dataclass_fields__"):
-        members = getattr(value, "__dict__", {}).items()
-    if members is None or depth == _MOST_DEPTH:
-        yield path, value
-        return
-    for number, (key, member) in enumerate(itertools.islice(members, _MOST_LEAVES)):
-        yield from _leaves(member, f"{path}[{key if type(key) in (int, str) else number}]", depth + 1)
-
-
-def _leaf(value: object) -> list[Any]:
-    if isinstance(value, torch.Tensor):
-        version = changes_in_place(value)
-        is_read = value.device.type == "cpu" and has_plain_elements(value)
-        return [f"{value.dtype} {list(value.shape)}", version, digest(value) if is_read else ""]
-    if isinstance(value, (np.ndarray, np.generic)):
-        return [f"{value.dtype} {list(value.shape)}", 0, "" if value.dtype.hasobject else digest(value)]
-    kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    return [kind, 0, digest(value) if type(value) in _PLAIN else ""]

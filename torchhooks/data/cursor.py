@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from torchhooks.common.digests import ItemDigest, item_digest
+from torchhooks.common.item_digests import ItemDigest, item_digest
 from torchhooks.common.random_states import random_states
 from torchhooks.common.stateful import has_state
 

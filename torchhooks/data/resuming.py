@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Iterator
 from enum import Enum, auto
 from typing import Any, NamedTuple, TypeVar
 
-from torchhooks.common.digests import differ, item_digest
+from torchhooks.common.item_digests import differ, item_digest
 from torchhooks.common.log import logger
 from torchhooks.common.random_states import random_states, same_random_states, set_random_states
 from torchhooks.data.cursor import (

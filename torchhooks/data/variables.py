@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from torchhooks.common.digests import digest
+from torchhooks.common.digests import TooManyValuesError, digests
 from torchhooks.common.errors import CheckpointError, brief
 from torchhooks.common.log import logger
 from torchhooks.common.stateful import PlainCopy, deep_copy
@@ -121,8 +121,11 @@ class Variables:
     def _has(self, name: str, value: Any) -> bool:
         if name not in self.__dict__:
             return False
-        own = self.__dict__[name]
-        return digest(own) == digest(value) and repr(own) == repr(value)  # the second for the order of a dict
+        try:
+            mine, theirs = digests([self.__dict__[name], value], ordered=True)
+        except TooManyValuesError:
+            return False
+        return mine == theirs
 
     def _objects(self) -> dict[str, Any]:
         return {name: self.__dict__[name] for name in self._pickled if name in self.__dict__}
