@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -11,6 +12,7 @@ import struct
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchhooks import AbortedError, CheckpointSaverHook, LedgerHook, MonitoredLoop, Saver
 from torchhooks.__main__ import main
+from torchhooks.common.digests import WIDTH
 from torchhooks.ledger.hook import environment
 from torchhooks.ledger.lines import NO_GRADIENT, Entry, read_ledgers
 from torchhooks.testing import log_lines
@@ -115,7 +118,7 @@ def test_each_run_has_a_line_with_what_was_asked_for(tmp_path: Path) -> None:
     ]
     digests = found[0].digests
     assert [*digests] == ["item", "arguments", "random", "outputs", "gradients", "parameters", "optimizers", "state"]
-    assert len(digests["parameters"]) == len(digests["gradients"]) == 4 * 8
+    assert len(digests["parameters"]) == len(digests["gradients"]) == 4 * WIDTH
     assert found[0].values.keys() == {"loss"}
     assert [each.drawn for each in found[:2]] == [[], ["torch"]], "the first step has drawn"
     (environment,) = read_ledgers(tmp_path)[0].environments
@@ -154,27 +157,27 @@ def test_a_torn_line_is_passed_over_and_never_rewritten(tmp_path: Path) -> None:
     assert [each.run for each in entries(tmp_path)] == [1, 2, 3, 5, 6]
 
 
-class Unreadable:
-    """An object of which no digest can be made."""
-
-    __slots__ = ("lazy",)
-
-    @property
-    def __dict__(self) -> Any:  # type: ignore[override]
-        raise RuntimeError("not loaded")
+def unreadable() -> torch.Tensor:
+    """Return a tensor of which no digest can be made: its memory is gone."""
+    tensor = torch.ones(2)
+    tensor.untyped_storage().resize_(0)
+    return tensor
 
 
 def test_an_argument_that_cannot_be_read_has_no_digest(tmp_path: Path) -> None:
-    with MonitoredLoop(lambda item: None, hooks=[LedgerHook(tmp_path)]) as loop:
-        loop.run(Unreadable())
+    with log_lines() as lines, MonitoredLoop(lambda item: None, hooks=[LedgerHook(tmp_path)]) as loop:
+        loop.run(unreadable())
+        loop.run(unreadable())
     assert [*entries(tmp_path)[0].digests] == ["random", "outputs"]
+    (said,) = [text for _, text in lines if "no digest" in text]
+    assert said.startswith("the ledger has no digest of a value in arguments: RuntimeError: a tensor of shape (2,)")
 
 
 class OddState:
     """A part of the loop's state that no digest can be made of."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {"lazy": Unreadable()}
+        return {"lazy": unreadable()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
@@ -257,7 +260,8 @@ def test_a_resume_says_that_the_runs_made_again_have_the_same_bits(tmp_path: Pat
     assert call(train, tmp_path / "killed", 12, 8).code == -signal.SIGKILL
     with log_lines() as lines:
         train(tmp_path / "killed", 12)
-    assert "resumed exactly: 3 runs were made again with the same bits" in [text for _, text in lines]
+    same = "made again with the same bits: item, arguments, random states, outputs, gradients, parameters, optimizers"
+    assert f"{same}, state (3 runs)" in [text for _, text in lines]
     train(tmp_path / "whole", 12)
     killed, whole = entries(tmp_path / "killed"), entries(tmp_path / "whole")
     for each in (*killed, *whole):
@@ -269,7 +273,7 @@ def test_a_resume_that_ends_before_it_has_made_all_of_them_again_says_how_many_i
     assert call(train, tmp_path, 12, 8).code == -signal.SIGKILL
     with log_lines() as lines:
         train(tmp_path, 6)
-    assert any("exactly: 2 runs" in text for _, text in lines)
+    assert any("same bits" in text and "(2 runs)" in text for _, text in lines)
 
 
 def test_a_resume_names_the_first_run_that_is_another_one(tmp_path: Path) -> None:
@@ -292,8 +296,79 @@ def test_runs_that_are_made_again_after_a_recovery_are_compared(tmp_path: Path) 
     with log_lines() as lines, MonitoredLoop(step, hooks=hooks, checkpoint_dir=tmp_path) as loop:
         while loop.global_step < 8:
             loop.run()
-    (same,) = [text for _, text in lines if "exactly" in text]
-    assert "2 runs" in same
+    (same,) = [text for _, text in lines if "same bits" in text]
+    assert same == "made again with the same bits: arguments, random states, outputs (2 runs)"
+
+
+def test_what_was_not_compared_is_named(tmp_path: Path) -> None:
+    def train(steps: int, **options: Any) -> list[str]:
+        model, head = nn.Linear(1, 1), nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        hooks = [LedgerHook(tmp_path, **options), CheckpointSaverHook(tmp_path, every_n_steps=4)]
+        with log_lines() as lines, suppress(KeyError):
+            arguments: Any = {"hooks": hooks, "state": {"head": head}, "checkpoint_dir": tmp_path}
+            with MonitoredLoop(float, model, optimizer, **arguments) as loop:
+                for number in loop.until_stop(range(8)):
+                    loop.run(number)
+                    if number == steps:
+                        raise KeyError
+        return [text.partition(": ")[2] for _, text in lines if "same bits" in text]
+
+    train(5)
+    rest = "random states, outputs, parameters"
+    assert train(9, what=["outputs"]) == [
+        "outputs (2 runs); not compared: item, arguments, random states, gradients, parameters, optimizers, state"
+    ], "one process has written fewer of them"
+    shutil.rmtree(tmp_path)
+    train(5)
+    assert train(9) == [f"item, arguments, {rest} (2 runs); not compared: gradients, optimizers, state"]
+
+
+def test_parameters_are_digested_if_nobody_says_what_and_the_model_is_small(tmp_path: Path) -> None:
+    small, large, lazy = nn.Linear(1, 1), nn.Linear(1025, 1024), nn.LazyLinear(1)
+    for model, has in ((small, True), (large, False), (lazy, False)):
+        for what in (None, ["outputs"]):
+            folder = tmp_path / f"{type(model).__name__}-{has}-{what}"
+            with MonitoredLoop(lambda: None, model, hooks=[LedgerHook(folder, what=what)]) as loop:
+                loop.run()
+            assert ("parameters" in entries(folder)[0].digests) == (has and what is None)
+
+
+def of_format_1(folder: Path) -> None:
+    """Make the lines of a ledger those of the format before."""
+    path = folder / "ledger" / "rank-0.jsonl"
+    lines = []
+    for line in map(json.loads, path.read_text().splitlines()):
+        if "ledger" in line:
+            line["ledger"] = 1
+        line.pop("format", None)
+        lines.append(json.dumps(line))
+    path.write_text("".join(f"{line}\n" for line in lines))
+
+
+def test_lines_of_the_format_before_are_compared_with_nothing(tmp_path: Path) -> None:
+    assert call(train, tmp_path, 12, 8).code == -signal.SIGKILL
+    of_format_1(tmp_path)
+    with log_lines() as lines:
+        train(tmp_path, 12)
+    said = [text for _, text in lines if "ledger" in text or "same bits" in text or "is not what" in text]
+    assert said == [
+        "the ledger has lines of an older format of 3 runs that are made again: nothing is compared with them"
+    ]
+    assert [each.run for each in entries(tmp_path)] == [*range(5, 13)]
+
+
+def test_diff_leaves_out_lines_of_the_format_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tmp_path / "a", 9)
+    assert call(train, tmp_path / "b", 9, 8).code == -signal.SIGKILL
+    of_format_1(tmp_path / "b")
+    code, text = printed(capsys, "diff", tmp_path / "a", tmp_path / "b")
+    assert (code, "has lines of format 1 only" in text) == (2, True)
+    train(tmp_path / "b", 9)
+    code, text = printed(capsys, "diff", tmp_path / "a", tmp_path / "b")
+    assert code == 0
+    assert "left out       7 lines of an older format, which have other digests for the same values" in text
+    assert answer("diff", printed(capsys, "diff", tmp_path / "a", tmp_path / "b", "--json")[1])["old_lines"] == 7
 
 
 def test_of_several_ranks_the_chief_says_that_the_runs_have_the_same_bits(tmp_path: Path) -> None:
@@ -312,8 +387,8 @@ def test_of_several_ranks_the_chief_says_that_the_runs_have_the_same_bits(tmp_pa
     fails_in[0] = 9
     with log_lines() as lines:
         assert in_threads(2, train) == [8, 8]
-    (same,) = [text for _, text in lines if "exactly" in text]
-    assert "2 runs" in same
+    (same,) = [text for _, text in lines if "same bits" in text]
+    assert "outputs (2 runs)" in same
 
 
 # -- diff -------------------------------------------------------------------------------------------------------------
@@ -406,14 +481,15 @@ def test_of_several_ranks_the_one_that_differs_first_is_named(
 @pytest.mark.parametrize(
     ("of_other", "message"),
     [
-        ('{"ledger": 2}', "has format 2, "),
-        ('{"ledger": 1}\n{"run": 1, "of_a_later_version": true}', "have no run in common"),
+        ('{"ledger": 3}', "has format 3, "),
+        ('{"ledger": "x"}', "has format 'x', "),
+        ('{"ledger": 2}\n{"run": 1, "of_a_later_version": true}', "have no run in common"),
     ],
 )
 def test_what_cannot_be_compared_is_an_error(
     of_other: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, text in {"a": '{"ledger": 1}', "b": of_other}.items():
+    for name, text in {"a": '{"ledger": 2}', "b": of_other}.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "rank-0.jsonl").write_text(text + "\n")
     code, text = printed(capsys, "diff", tmp_path / "a", tmp_path / "b")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
+from torchhooks.common.digests import WIDTH
 from torchhooks.common.text import shortened
 from torchhooks.ledger.lines import QUANTITIES, Entry, Environment, Ledger, LedgerError
-
-_WIDTH = 8  # of a digest
 
 SAME, DIFFERENT, NOT_COMPARABLE = 0, 1, 2
 """The exit statuses of ``diff`` and ``check``."""
@@ -76,18 +75,41 @@ def _shown(value: float | str | None) -> str:
     return f"{value:.9g}" if isinstance(value, float) else str(value)
 
 
+LeftOut = Mapping[str, Collection[str]]
+"""By quantity, the names of its parts that are not compared; no name for all of it."""
+
+
 def compare_entries(
-    one: Entry, other: Entry, rank: int = 0, names: Mapping[str, Sequence[str]] | None = None, rtol: float | None = None
+    one: Entry,
+    other: Entry,
+    rank: int = 0,
+    names: Mapping[str, Sequence[str]] | None = None,
+    rtol: float | None = None,
+    left_out: LeftOut | None = None,
 ) -> Difference | None:
     """Return how two lines of the same run differ; ``None`` if all that both have is the same.
 
     With ``rtol``, the numbers of the outputs are compared and not their bits, and nothing that comes after them.
     """
+    differing, compared = _differing(one, other, names or {}, rtol, left_out or {})
+    if not differing:
+        return None
+    quantity, *also = differing
+    return Difference(rank, one, other, quantity, differing[quantity], compared[: compared.index(quantity)], also)
+
+
+def _differing(
+    one: Entry, other: Entry, names: Mapping[str, Sequence[str]], rtol: float | None, left_out: LeftOut
+) -> tuple[dict[str, list[str]], list[str]]:
+    """Return what differs by quantity, with the names of the parts that do, and which quantities were compared."""
     differing: dict[str, list[str]] = {}
     compared = []
     for quantity in QUANTITIES:
         mine, theirs = one.digests.get(quantity), other.digests.get(quantity)
         if mine is None or theirs is None or (rtol is not None and quantity in _AFTER_OUTPUTS):
+            continue
+        without = left_out.get(quantity)
+        if without is not None and not without:
             continue
         compared.append(quantity)
         if quantity == "random":
@@ -96,19 +118,33 @@ def compare_entries(
             is_same = not parts
         elif quantity == "outputs":
             parts = _differing_values(one.values, other.values, rtol)
-            is_same = not parts if rtol is not None else mine == theirs
+            parts = [name for name in parts if name not in (without or ())]
+            is_same = not parts if rtol is not None or without else mine == theirs
         elif isinstance(mine, dict):
             parts = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
+            parts = [name for name in parts if name not in (without or ())]
             is_same = not parts
         else:
             is_same = mine == theirs
-            parts = [] if is_same else _differing_tensors(mine, theirs, (names or {}).get(quantity, ()))
+            parts = [] if is_same else _differing_tensors(mine, theirs, names.get(quantity, ()))
         if not is_same:
             differing[quantity] = parts
-    if not differing:
-        return None
-    quantity, *also = differing
-    return Difference(rank, one, other, quantity, differing[quantity], compared[: compared.index(quantity)], also)
+    return differing, compared
+
+
+def differing_parts(one: Sequence[Ledger], other: Sequence[Ledger], left_out: LeftOut) -> dict[str, set[str]]:
+    """Return all that differs in any run of two training runs: by quantity, the names of its parts, if they have any.
+
+    A quantity that differs where no part of it does has the name ``""``.
+    """
+    found: dict[str, set[str]] = {}
+    for mine, theirs in zip(one, other, strict=True):
+        names = mine.names if mine.names == theirs.names else {}
+        for key in mine.entries.keys() & theirs.entries.keys():
+            differing, _ = _differing(mine.entries[key], theirs.entries[key], names, None, left_out)
+            for quantity, parts in differing.items():
+                found.setdefault(quantity, set()).update(parts or [""])
+    return found
 
 
 def _differing_values(mine: Mapping[str, float], theirs: Mapping[str, float], rtol: float | None) -> list[str]:
@@ -123,12 +159,12 @@ def _differing_values(mine: Mapping[str, float], theirs: Mapping[str, float], rt
 
 def _differing_tensors(mine: str, theirs: str, names: Sequence[str]) -> list[str]:
     """Return the names of the tensors whose digests, one after the other in a text, differ."""
-    if len(mine) != len(theirs) or len(mine) != _WIDTH * len(names):
+    if len(mine) != len(theirs) or len(mine) != WIDTH * len(names):
         return []
     return [
         name
         for place, name in enumerate(names)
-        if mine[_WIDTH * place : _WIDTH * (place + 1)] != theirs[_WIDTH * place : _WIDTH * (place + 1)]
+        if mine[WIDTH * place : WIDTH * (place + 1)] != theirs[WIDTH * place : WIDTH * (place + 1)]
     ]
 
 
@@ -146,6 +182,8 @@ class Comparison(NamedTuple):
     only_other: int
     """How many runs only one of them has."""
     difference: Difference | None
+    old_lines: int = 0
+    """How many lines of an older format were left out."""
 
     @property
     def is_same(self) -> bool:
@@ -153,8 +191,10 @@ class Comparison(NamedTuple):
         return self.difference is None and not self.only_one and not self.only_other
 
 
-def compare_ledgers(one: Sequence[Ledger], other: Sequence[Ledger], rtol: float | None = None) -> Comparison:
-    """Return where two training runs differ first.
+def compare_ledgers(
+    one: Sequence[Ledger], other: Sequence[Ledger], rtol: float | None = None, left_out: LeftOut | None = None
+) -> Comparison:
+    """Return where two training runs differ first, apart from what is ``left_out``.
 
     Raises:
         LedgerError: they cannot be compared: other ranks, or no run in common.
@@ -172,16 +212,18 @@ def compare_ledgers(one: Sequence[Ledger], other: Sequence[Ledger], rtol: float 
             if first is not None and key > (first.one.loop, first.one.run):
                 break  # another rank differs before that
             entry, opposite = mine.entries[key], theirs.entries[key]
-            quantities |= dict.fromkeys(entry.digests.keys() & opposite.digests.keys())
+            both_have = entry.digests.keys() & opposite.digests.keys()
+            quantities |= dict.fromkeys(each for each in both_have if (left_out or {}).get(each, "all"))
             names = mine.names if mine.names == theirs.names else {}
-            found = compare_entries(entry, opposite, rank, names, rtol)
+            found = compare_entries(entry, opposite, rank, names, rtol, left_out)
             if found is not None:
                 first = found if first is None else min(first, found, key=_place_in_time)
                 break
     sizes = [sum(len(each.entries) for each in ledgers) - len(both) for ledgers in (one, other)]
     environment = _differing_environment(one[0].environments, other[0].environments)
     in_order = [each for each in QUANTITIES if each in quantities]
-    return Comparison(len(both), len(pairs), in_order, environment, sizes[0], sizes[1], first)
+    old = sum(ledger.left_out for ledger in (*one, *other))
+    return Comparison(len(both), len(pairs), in_order, environment, sizes[0], sizes[1], first, old)
 
 
 def _place_in_time(difference: Difference) -> tuple[int, int, int]:
@@ -213,6 +255,13 @@ def lines_of(found: Comparison) -> list[tuple[str, str]]:
         lines.append(("likely cause", difference.cause))
     if found.only_one or found.only_other:
         lines.append(("not in both", f"{found.only_one} runs of the first, {found.only_other} of the second"))
+    if found.old_lines:
+        number = (
+            "1 line of an older format, which has"
+            if found.old_lines == 1
+            else (f"{found.old_lines} lines of an older format, which have")
+        )
+        lines.append(("left out", f"{number} other digests for the same values"))
     return lines
 
 
@@ -227,6 +276,7 @@ def as_plain(found: Comparison) -> dict[str, object]:
         "environment": found.environment,
         "only_in_one": found.only_one,
         "only_in_other": found.only_other,
+        "old_lines": found.old_lines,
         "difference": None,
     }
     if difference is not None:

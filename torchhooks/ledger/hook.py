@@ -21,14 +21,16 @@ from torch.utils.hooks import RemovableHandle
 
 from torchhooks.common.checks import folder
 from torchhooks.common.digests import BegunDigest, KnownSums
+from torchhooks.common.errors import brief
 from torchhooks.common.log import logger
-from torchhooks.common.stateful import Stateful, has_readable_state
+from torchhooks.common.stateful import Stateful
 from torchhooks.common.text import did_you_mean, installed_version, kind_of, shown
 from torchhooks.common.timers import GivenTimer
 from torchhooks.common.trees import as_snapshot
 from torchhooks.fetches.names import Value, bare_optimizer, named_outputs, parameters_of
 from torchhooks.ledger.comparing import Difference, compare_entries
-from torchhooks.ledger.lines import FORMAT, NO_GRADIENT, Entry, LedgerFile
+from torchhooks.ledger.lines import FORMAT, NO_GRADIENT, QUANTITIES, Entry, LedgerFile
+from torchhooks.ledger.parts import is_readable, state_of
 from torchhooks.lifecycle.coordinator import Coordinator
 from torchhooks.lifecycle.hook import PeriodicHook, SessionRunArgs, SessionRunContext, SessionRunValues
 from torchhooks.lifecycle.session import Session
@@ -36,6 +38,10 @@ from torchhooks.lifecycle.session import Session
 _NO_ITEM: Any = type("NoItem", (), {})()
 _PARTS = (torch.nn.Module, torch.optim.Optimizer)  # not read as arguments of the step: see "parameters"
 _MT19937_BYTES = 2500  # of NumPy's generator: 624 words and the place of the next one
+
+_DEFAULT = ("inputs", "random", "outputs")
+_SMALL_BYTES = 4 << 20  # of parameters that are digested unless the hook was told what to digest
+_FEW_TENSORS = 32  # on a device, where a digest takes a dozen launches
 
 WHAT = ("inputs", "random", "outputs", "gradients", "parameters", "optimizers", "state")
 """What a LedgerHook can be asked for."""
@@ -50,19 +56,22 @@ class LedgerHook(PeriodicHook):
     ...         loss = loop.run(inputs)
 
     A process that resumes the training run compares each run that it makes again with the line of the process before
-    it. The log then says ``resumed exactly: 37 runs were made again with the same bits``, or names the first run that
-    is not what it was, what differs, and what that may come from. ``python -m torchhooks diff A B`` compares two
-    folders. :doc:`Prove that your script resumes </proof>` shows how to read both.
+    it. The log then says ``made again with the same bits: item, arguments, random states, outputs (37 runs)`` and what
+    was not compared, or names the first run that is not what it was, what differs, and what that may come from.
+    ``python -m torchhooks diff A B`` compares two folders. :doc:`Prove that your script resumes </proof>` shows how to
+    read both.
 
     Args:
         output_dir: the folder of the training run; the lines are in ``ledger/rank-0.jsonl`` of it, one file a rank. By
             default, the ``checkpoint_dir`` of the loop.
         every_n_steps, timer: when to write a line, by default for each run; see
             :doc:`Choose a period </built-in-hooks>`.
-        what: ``"inputs"`` is the item of ``until_stop`` and the arguments of the step, ``"random"`` the states of the
-            random generators before the step, ``"outputs"`` what the step returned, ``"gradients"`` the gradients of
-            each step of the optimizer, ``"parameters"`` the parameters and buffers of the model, ``"optimizers"`` the
-            states and rates of the optimizers, ``"state"`` each other part of the loop's ``state``.
+        what: by default inputs, random states and outputs, and the parameters of a small model: of at most 4 MB, and on
+            a device of at most 32 tensors. ``"inputs"`` is the item of ``until_stop`` and the arguments of the step,
+            ``"random"`` the states of the random generators before the step, ``"outputs"`` what the step returned,
+            ``"gradients"`` the gradients of each step of the optimizer, ``"parameters"`` the parameters and buffers of
+            the model, ``"optimizers"`` the states and rates of the optimizers, ``"state"`` each other part of the
+            loop's ``state``.
 
     Raises:
         ValueError: ``what`` has another name, or a period is not valid; from the loop, neither the hook nor the loop
@@ -81,14 +90,15 @@ class LedgerHook(PeriodicHook):
         output_dir: str | os.PathLike[str] | None = None,
         every_n_steps: int | None = None,
         *,
-        what: Iterable[str] = ("inputs", "random", "outputs"),
+        what: Iterable[str] | None = None,
         timer: GivenTimer | None = None,
     ) -> None:
         super().__init__(1 if every_n_steps is None and timer is None else every_n_steps, timer=timer)
         # No rank waits for another one: each writes what it has, when its own timer says so.
         self.collective = False
         self._output_dir = None if output_dir is None else folder(output_dir, "output_dir")
-        names = [what] if isinstance(what, str) else [*what]
+        self._is_default = what is None
+        names = [what] if isinstance(what, str) else [*(_DEFAULT if what is None else what)]
         for name in names:
             if name not in WHAT:
                 raise ValueError(f"what={shown(what)}: {name!r} is none of {list(WHAT)}{did_you_mean(name, [*WHAT])}")
@@ -103,10 +113,14 @@ class LedgerHook(PeriodicHook):
         self._line: _Line | None = None
         self._earlier: dict[int, Entry] = {}
         self._same = 0
+        self._compared: set[str] = set()  # the quantities that every run that was made again has in both lines
+        self._left_out: set[str] = set()  # the quantities without a digest
 
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
         super().after_create_session(session, coord)
         self._session = session
+        if self._is_default and session.model is not None and _is_small(session.model):
+            self._what.add("parameters")
         if self._file is None:
             self._open(session)
         self._watch_optimizers(session)
@@ -114,8 +128,13 @@ class LedgerHook(PeriodicHook):
         self._random_at_start = self._random.digests()
         self._drawn: set[str] = set()
         # What an earlier process, or this one before a recovery, wrote of the runs that are made again now.
-        self._earlier = self._opened.after(session.total_runs, self._loop) if session.was_restored else {}
-        self._same = 0
+        self._earlier, old = self._opened.after(session.total_runs, self._loop) if session.was_restored else ({}, 0)
+        if old and self.writes:
+            logger.info(
+                "the ledger has lines of an older format of %s that are made again: nothing is compared with them",
+                _runs(old),
+            )
+        self._same, self._compared = 0, set(QUANTITIES)
 
     @property
     def _opened(self) -> LedgerFile:
@@ -156,7 +175,7 @@ class LedgerHook(PeriodicHook):
         if position is not None and position.is_repeating:
             return None  # a run that the script repeats on its way to the loop of the checkpoint, which undoes it
         request = super().before_run(run_context)
-        self._line = line = _Line()
+        self._line = line = _Line(self._leave_out)
         if "inputs" in self._what and not run_context.ends_epoch:
             # The step may change both in place, so they are read before it.
             item = _NO_ITEM if position is None or not position.depth else position.current_item
@@ -188,7 +207,7 @@ class LedgerHook(PeriodicHook):
             return  # outside of a run, or in one that is not due
         for place, parameter in enumerate(parameters_of(optimizer), start):
             if parameter.grad is not None and place < len(self._gradient_names):
-                self._line.gradients[place] = _begin(parameter.grad)
+                self._line.gradients[place] = self._line.begin("gradients", parameter.grad)
 
     # -- after the step -----------------------------------------------------------------------------------------------
 
@@ -204,16 +223,15 @@ class LedgerHook(PeriodicHook):
             self._name("gradients", self._gradient_names)
         if "parameters" in self._what and session.model is not None:
             tensors = {key: each for key, each in session.model.state_dict().items() if isinstance(each, torch.Tensor)}
-            line.add_each("parameters", [_begin(each) for each in tensors.values()])
+            line.add_each("parameters", [line.begin("parameters", each) for each in tensors.values()])
             self._name("parameters", [*tensors])
         if "optimizers" in self._what:
-            states = {name: _states_and_rates(each) for name, each in _optimizers(session).items()}
-            line.add_named("optimizers", states)
+            line.add_named("optimizers", {name: state_of(each) for name, each in _optimizers(session).items()})
         if "state" in self._what:
             others = {name: part for name, part in session.state.items() if _has_plain_state(part)}
-            line.add_named("state", {name: part.state_dict() for name, part in others.items()})
+            line.add_named("state", {name: state_of(part) for name, part in others.items()})
         epoch, batch = self._place
-        entry = Entry(self._loop, session.total_runs, session.global_step, epoch, batch, self._process)
+        entry = Entry(self._loop, session.total_runs, session.global_step, epoch, batch, self._process, format=FORMAT)
         entry.drawn = sorted(self._drawn)
         tensors_of_line = line.on_device()
         if tensors_of_line:
@@ -243,6 +261,7 @@ class LedgerHook(PeriodicHook):
             self._earlier = {}
             self._warn(difference)
             return
+        self._compared &= earlier.digests.keys() & entry.digests.keys()
         self._same += 1
         if not self._earlier:
             self._tell_of_same(self._same)
@@ -256,9 +275,30 @@ class LedgerHook(PeriodicHook):
         )
 
     def _tell_of_same(self, runs: int) -> None:
-        if self.writes:
-            number = "1 run was" if runs == 1 else f"{runs} runs were"
-            logger.info("resumed exactly: %s made again with the same bits", number)
+        if self.writes and self._compared:
+            compared = ", ".join(_TEXTS.get(name, name) for name in QUANTITIES if name in self._compared)
+            missing = [_TEXTS.get(name, name) for name in self._quantities() if name not in self._compared]
+            rest = f"; not compared: {', '.join(missing)}" if missing else ""
+            logger.info("made again with the same bits: %s (%s)%s", compared, _runs(runs), rest)
+
+    def _quantities(self) -> Iterable[str]:
+        """Yield the quantities that the loop has, whether or not they are digested."""
+        session = self._session
+        has_optimizer = bool(_optimizers(session))
+        has = {
+            "item": session.position is not None and session.position.depth > 0,
+            "gradients": has_optimizer,
+            "parameters": session.model is not None,
+            "optimizers": has_optimizer,
+            "state": any(map(_has_plain_state, session.state.values())),
+        }
+        yield from (name for name in QUANTITIES if has.get(name, True))
+
+    def _leave_out(self, quantity: str, error: Exception) -> None:
+        """Say once that a quantity has no digest."""
+        if quantity not in self._left_out:
+            self._left_out.add(quantity)
+            logger.info("the ledger has no digest of a value in %s: %s", quantity, brief(error))
 
     def end(self, session: Session) -> None:
         if self._same and self._earlier:  # the loop ends before it has made all of them again
@@ -278,7 +318,8 @@ class LedgerHook(PeriodicHook):
 class _Line:
     """The digests of one run, while some of them are on their way from a device."""
 
-    def __init__(self) -> None:
+    def __init__(self, leave_out: Callable[[str, Exception], None]) -> None:
+        self._leave_out = leave_out
         self.digests: dict[str, Any] = {}
         self.values: dict[str, Any] = {}
         self.gradients: dict[int, BegunDigest | None] = {}
@@ -288,7 +329,7 @@ class _Line:
 
     def add(self, quantity: str, value: object) -> None:
         """Add the digest of ``value``, unless it cannot be read."""
-        begun = _begin(value, self._known)
+        begun = self.begin(quantity, value, self._known)
         if begun is not None:
             self._put(begun, partial(self.digests.__setitem__, quantity))
 
@@ -308,6 +349,14 @@ class _Line:
                 return
         self.add("arguments", arguments)
 
+    def begin(self, quantity: str, value: object, known: KnownSums | None = None) -> BegunDigest | None:
+        """Return the digest of ``value``, whose tensors may change after this; ``None`` if it cannot be read."""
+        try:
+            return BegunDigest(value, known)
+        except Exception as error:  # an object of an odd kind must not end the training run
+            self._leave_out(quantity, error)
+            return None
+
     def forget_known(self) -> None:
         self._known = {}
 
@@ -315,7 +364,7 @@ class _Line:
         """Add a digest for each of ``values``, by name."""
         named = self.digests[quantity] = {}
         for name, value in values.items():
-            begun = _begin(value)
+            begun = self.begin(quantity, value)
             if begun is not None:
                 self._put(begun, partial(named.__setitem__, name))
 
@@ -351,11 +400,20 @@ class _Line:
         return texts, values
 
 
-def _begin(value: object, known: KnownSums | None = None) -> BegunDigest | None:
-    try:
-        return BegunDigest(value, known)
-    except Exception:  # an object of an odd kind must not end the training run: its digest is left out
-        return None
+_TEXTS = {"random": "random states"}
+
+
+def _runs(number: int) -> str:
+    return "1 run" if number == 1 else f"{number} runs"
+
+
+def _is_small(model: torch.nn.Module) -> bool:
+    """Return whether digests of the parameters and buffers of ``model`` cost little in each run."""
+    tensors = [*model.parameters(), *model.buffers()]
+    if any(torch.nn.parameter.is_lazy(each) for each in tensors):
+        return False
+    is_small = sum(each.numel() * each.element_size() for each in tensors) <= _SMALL_BYTES
+    return is_small and sum(not each.is_cpu for each in tensors) <= _FEW_TENSORS
 
 
 def _numbers(outputs: object) -> Iterable[tuple[str, object]]:
@@ -390,15 +448,9 @@ def _named_parameters(session: Session) -> Iterable[tuple[str, torch.Tensor]]:
             yield from ((f"{name}.{key}", each) for key, each in part.named_parameters())
 
 
-def _states_and_rates(optimizer: torch.optim.Optimizer) -> list[object]:
-    """Return the values of an optimizer's state, in the order of its parameters, and the options of its groups."""
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    return [groups, [optimizer.state.get(each) for each in parameters_of(optimizer)]]
-
-
 def _has_plain_state(part: Stateful) -> bool:
     """Return whether the digest of ``part`` is one of its own: it is no optimizer."""
-    return has_readable_state(part) and not isinstance(bare_optimizer(part), torch.optim.Optimizer)
+    return is_readable(part) and not isinstance(bare_optimizer(part), torch.optim.Optimizer)
 
 
 # -- random states ----------------------------------------------------------------------------------------------------

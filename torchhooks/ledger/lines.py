@@ -2,16 +2,17 @@
 
 Lines are only ever appended. A process begins with a line about its environment, which has ``"ledger"``, the format::
 
-    {"ledger": 1, "process": 2, "loop": 1, "resumed_at": 30, "world_size": 1, "torch": "2.13.0", ...}
+    {"ledger": 2, "process": 2, "loop": 1, "resumed_at": 30, "world_size": 1, "torch": "2.13.0", ...}
 
 The names of tensors stand in a line of their own, written again when they change, and each run is a line::
 
     {"names": {"parameters": ["0.weight", "0.bias"]}}
-    {"loop": 1, "run": 31, "step": 31, "epoch": 1, "batch": 14, "process": 2, "digests": {"item": "0f3a55e1", ...},
-     "values": {"loss": 0.53}, "drawn": ["torch"]}
+    {"loop": 1, "run": 31, "step": 31, "epoch": 1, "batch": 14, "process": 2, "digests": {"item": "0f3a55e1c2d46b87",
+     ...}, "values": {"loss": 0.53}, "drawn": ["torch"], "format": 2}
 
 A run that was made again, after a kill, has several lines, of which the last one counts. A line that cannot be read,
-such as the torn last one of a killed process, is passed over.
+such as the torn last one of a killed process, is passed over. Lines of an older format have other digests for the same
+values, so they are left out. They have no ``"format"``.
 """
 
 from __future__ import annotations
@@ -23,16 +24,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchhooks.common.digests import WIDTH
 from torchhooks.common.errors import TorchHooksError
 from torchhooks.common.files import write_all
 
-FORMAT = 1
+FORMAT = 2
 FOLDER = "ledger"
 
 QUANTITIES = ("item", "arguments", "random", "outputs", "gradients", "parameters", "optimizers", "state")
 """What the digests of a run may be of, in causal order: what differs first has caused what differs after it."""
 
-NO_GRADIENT = "--------"
+NO_GRADIENT = "-" * WIDTH
 """In place of a digest: the optimizer made no step, or the parameter had no gradient."""
 
 _BLOCK = 1 << 20
@@ -60,6 +62,7 @@ class Entry:
         digests: by quantity, one digest, digests by name, or the digests of tensors one after the other.
         values: the numbers among the outputs, by name.
         drawn: the random generators that were drawn from since the process began.
+        format: the format of the digests.
     """
 
     loop: int
@@ -71,6 +74,7 @@ class Entry:
     digests: dict[str, Any] = field(default_factory=dict)
     values: dict[str, float] = field(default_factory=dict)
     drawn: list[str] = field(default_factory=list)
+    format: int = 1  # of a line that does not say it
 
     @property
     def place(self) -> str:
@@ -108,20 +112,24 @@ class LedgerFile:
         """Return the number of the last process that wrote here; 0 if there was none."""
         return next((line["process"] for line in _lines_backwards(self.path) if "process" in line), 0)
 
-    def after(self, run: int, loop: int) -> dict[int, Entry]:
-        """Return what was written last of each run of ``loop`` after number ``run``.
+    def after(self, run: int, loop: int) -> tuple[dict[int, Entry], int]:
+        """Return what was written last of each run of ``loop`` after number ``run``, and how many have an old format.
 
         Reads the file backwards, so that a long ledger costs no more than the runs that are asked for.
         """
         entries: dict[int, Entry] = {}
+        old: set[int] = set()
         for line in _lines_backwards(self.path):
             entry = _entry(line)
             if entry is None or entry.loop != loop:
                 continue
             if entry.run <= run:
                 break  # what stands before it are runs that the checkpoint has
-            entries.setdefault(entry.run, entry)
-        return entries
+            if entry.format == FORMAT:
+                entries.setdefault(entry.run, entry)
+            else:
+                old.add(entry.run)
+        return entries, len(old - entries.keys())
 
     def _ends_torn(self) -> bool:
         with open(self.path, "rb") as file:
@@ -140,19 +148,21 @@ class Ledger:
         environments: the lines that processes began with, in order.
         entries: the last line of each run, by the numbers of the loop and of the run.
         names: the names of the tensors of a quantity, as they were written last.
+        left_out: how many lines of an older format it has, which are not among the entries.
     """
 
     rank: int
     environments: list[Environment]
     entries: dict[tuple[int, int], Entry]
     names: dict[str, list[str]]
+    left_out: int = 0
 
 
 def read_ledgers(path: str | os.PathLike[str]) -> list[Ledger]:
     """Return the ledger of each rank in ``path``, the folder of a training run or its folder ``ledger``.
 
     Raises:
-        LedgerError: there is none, or it has another format.
+        LedgerError: there is none, it has a newer format, or all of its lines have an older one.
     """
     folder = os.fspath(path)
     inner = os.path.join(folder, FOLDER)
@@ -171,7 +181,7 @@ def _read(path: str, rank: int) -> Ledger:
         for data in file:
             line = _parsed(data)
             if "ledger" in line:
-                if line["ledger"] != FORMAT:
+                if not isinstance(line["ledger"], int) or line["ledger"] > FORMAT:
                     raise LedgerError(
                         f"{path} has format {line['ledger']!r}, and this version of torchhooks reads {FORMAT}"
                     )
@@ -179,7 +189,15 @@ def _read(path: str, rank: int) -> Ledger:
             elif isinstance(line.get("names"), dict):
                 ledger.names |= line["names"]
             elif (entry := _entry(line)) is not None:
-                ledger.entries[entry.loop, entry.run] = entry
+                if entry.format == FORMAT:
+                    ledger.entries[entry.loop, entry.run] = entry
+                else:
+                    ledger.left_out += 1
+    if ledger.left_out and not ledger.entries:
+        raise LedgerError(
+            f"{path} has lines of format 1 only, and this version of torchhooks compares lines of format {FORMAT}: "
+            "write both ledgers with one version"
+        )
     return ledger
 
 
