@@ -23,7 +23,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pandas as pd  # type: ignore[import-untyped, unused-ignore]
 import pytest
 import torch
 
@@ -176,6 +175,10 @@ def in_a_ring(*values: Any, doubled: bool = False) -> Any:
     return ring[0]
 
 
+def table(*numbers: int) -> Any:
+    return pytest.importorskip("pandas").DataFrame({"a": numbers})
+
+
 def trained(kind: Any, steps: int, **options: Any) -> Any:
     """Return a model and its optimizer after some steps."""
     torch.manual_seed(0)
@@ -232,7 +235,7 @@ EQUAL: dict[str, Callable[[], tuple[Any, Any]]] = {
     "iterators at the same place": lambda: (moved(iter([1, 2, 3]), 1), moved(iter([1, 2, 3]), 1)),
     "an order of a set that is being iterated": lambda: (iter({1, 2, 3}), iter({3, 2, 1})),
     "a fraction": lambda: (Fraction(2, 4), Fraction(1, 2)),
-    "a table": lambda: (pd.DataFrame({"a": [1, 2]}), pd.DataFrame({"a": [1, 2]}).iloc[[0, 1]]),
+    "a table": lambda: (table(1, 2), table(1, 2).iloc[[0, 1]]),
 }
 """Values that are equal and look different."""
 
@@ -325,7 +328,7 @@ OTHER: dict[str, Callable[[], tuple[Any, Any]]] = {
     "links of a ring": lambda: (in_a_ring(1, 2, 1, 3), in_a_ring(1, 3, 1, 3)),
     "lengths of rings": lambda: (in_a_ring(1, 2, 2), in_a_ring(1, 2, 2, 2)),
     "where a ring was entered": lambda: (in_a_ring(1, 2), in_a_ring(2, 1)),
-    "a table": lambda: (pd.DataFrame({"a": [1, 2]}), pd.DataFrame({"a": [1, 3]})),
+    "a table": lambda: (table(1, 2), table(1, 3)),
 }
 """Values that look alike and are different."""
 

@@ -9,7 +9,9 @@ import shutil
 import signal
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,14 +25,18 @@ from torchhooks.__main__ import main
 from torchhooks.common.files import CHECK_PLAN, PLACES
 from torchhooks.data import cursor
 from torchhooks.ledger import checked, processes
-from torchhooks.ledger.check import CheckError, Options, Verdict, prove, text_of
+from torchhooks.ledger.check import CheckError, Options, prove
 from torchhooks.ledger.lines import read_ledgers
+from torchhooks.ledger.verdict import Verdict, text_of
+from torchhooks.ledger.walk import Walker
 
 SCRIPT = """
 import argparse, importlib, multiprocessing, os, signal, sys, tempfile, threading, time
 import torch
 from torch import nn
-from torchhooks import CheckpointSaverHook, MonitoredLoop, SummarySaverHook, Variables, latest_checkpoint
+from torchhooks import (
+    CheckpointSaverHook, MonitoredLoop, StopAtStepHook, SummarySaverHook, Variables, latest_checkpoint
+)
 
 options = argparse.ArgumentParser()
 options.add_argument("--defect", default="")
@@ -62,7 +68,28 @@ def step(inputs):
     if chosen.defect == "once" and loop.global_step == 5 and os.path.basename(os.path.dirname(os.environ[
         "TORCHHOOKS_PLACES"])) == "interrupted":
         loss = loss + 1
+    book.count()
+    if chosen.defect == "has a time in its outputs":
+        return {"loss": loss, "secs": time.time()}
     return {"loss": loss}
+
+class Clock:
+    def state_dict(self):
+        return {"now": time.time()}
+    def load_state_dict(self, state):
+        pass
+
+class Book:
+    seen = 0
+    def count(self):
+        if chosen.defect == "counts":
+            self.seen += 1
+
+book = Book()
+if chosen.defect == "has a time in its items":
+    examples = [(each, time.time()) for each in examples]
+if chosen.defect == "marks its items":
+    examples = [(each, latest_checkpoint("run") is None) for each in examples]
 
 hooks = [SummarySaverHook(100, output_dir="run", summary_op="loss")]
 if chosen.defect != "no saver":
@@ -85,6 +112,11 @@ if chosen.defect == "leaves a process" and not os.fork():
 folder = None if chosen.defect == "no folder" else "run"
 signals = ["SIGTERM"] if chosen.defect == "has a status" else []
 state = {"variables": variables}
+if chosen.defect == "has a time in its state":
+    state["clock"] = Clock()
+if chosen.defect == "stops after its own runs":
+    hooks.append(StopAtStepHook(num_steps=14))
+made = 0
 if chosen.defect == "folds":  # two training runs before this one
     for fold in ("a", "b"):
         saver = CheckpointSaverHook(fold, every_n_steps=3)
@@ -98,7 +130,12 @@ with MonitoredLoop(step, model, optimizer, hooks=hooks, state=state, checkpoint_
     for epoch in loop.until_stop(range(chosen.epochs)):
         variables.total = 0.0
         for inputs in loop.until_stop(examples):
-            variables.total += loop.run(inputs)["loss"].item()
+            variables.total += loop.run(inputs if torch.is_tensor(inputs) else inputs[0])["loss"].item()
+            made += chosen.defect == "counts to the end"
+            if made == 14:
+                loop.request_stop()
+        if chosen.defect == "remembers at the end of an epoch":
+            book.last = variables.total
         print(f"epoch {epoch}: {variables.total:.6f}")
         if chosen.defect == "raises":
             raise RuntimeError("no more")
@@ -128,6 +165,7 @@ def verdict_of(
     epoch_items: int = 8,
     kills: int = 0,
     ranks: int = 1,
+    ignored: Sequence[str] = (),
     **options: int,
 ) -> Verdict:
     """Return the verdict on the script with a defect, and with options such as the number of its epochs."""
@@ -136,11 +174,16 @@ def verdict_of(
     scratch.mkdir()
     of_script = ["--defect", defect, *(f"--{name}={value}" for name, value in options.items())]
     command = [sys.executable, "train.py", *of_script]
-    verdict = prove(command, str(scratch), Options(steps, epoch_items, kills))
+    verdict = prove(command, str(scratch), Options(steps, epoch_items, kills, ignored=ignored))
     assert {path.name for path in folder.iterdir()} <= {"train.py", "scratch", "log.csv", "model.pt"}, (
         "nothing of the loop is here"
     )
     return verdict
+
+
+def runs_of(verdict: Verdict) -> int:
+    assert verdict.comparison is not None
+    return verdict.comparison.runs
 
 
 def printed(verdict: Verdict) -> str:
@@ -152,18 +195,19 @@ def printed(verdict: Verdict) -> str:
 def test_an_exact_script_passes_and_is_resumed_in_several_places(tmp_path: Path) -> None:
     verdict = verdict_of(tmp_path, steps=14, kills=2)
     assert verdict.is_exact
-    assert verdict.comparison.runs == 14
+    assert runs_of(verdict) == 14
     assert [kill.by.name for kill in verdict.kills].count("SIGTERM") == 2
     assert len(verdict.kills) == len({*verdict.resumed_at}) == 6
     assert all(verdict.resumed_at)
-    assert printed(verdict).splitlines()[-1].startswith("resumes exactly: 14 runs: item, arguments, random, outputs")
+    assert printed(verdict).splitlines()[2].startswith("resumes exactly: 14 runs: item, arguments, random, outputs")
+    assert printed(verdict).splitlines()[-1] == "not seen       the place of a running for loop"
 
 
 @slow
 @pytest.mark.usefixtures("forks")
 def test_a_script_that_ends_within_the_steps_makes_no_run_when_it_is_started_once_more(tmp_path: Path) -> None:
     verdict = verdict_of(tmp_path, steps=30, epochs=3, items=5)
-    assert (verdict.is_exact, verdict.comparison.runs, verdict.runs_after_end) == (True, 15, 0)
+    assert (verdict.is_exact, runs_of(verdict), verdict.runs_after_end) == (True, 15, 0)
     assert verdict.resumed_at[-1] == 15
 
 
@@ -193,7 +237,7 @@ def test_several_ranks_are_started_killed_and_compared(defect: str, tmp_path: Pa
 def test_the_runs_of_several_loops_are_counted_together(steps: int, tmp_path: Path) -> None:
     verdict = verdict_of(tmp_path, "folds", steps=steps, kills=3, items=5, epochs=2)
     assert verdict.is_exact, printed(verdict)
-    assert verdict.comparison.runs == min(steps, 30)
+    assert runs_of(verdict) == min(steps, 30)
 
 
 @pytest.mark.usefixtures("forks")
@@ -239,7 +283,7 @@ def test_threads_processes_and_temporary_folders_of_a_script_end_as_without_chec
 @pytest.mark.usefixtures("forks")
 def test_what_does_not_come_again_is_said_to_be_not_deterministic(tmp_path: Path) -> None:
     verdict = verdict_of(tmp_path, "once", steps=10)
-    assert (verdict.is_exact, verdict.was_reproduced) == (False, False)
+    assert (verdict.is_exact, verdict.was_reproduced, verdict.status) == (False, False, 2)
     assert "did not come again, so the script is not deterministic" in printed(verdict)
 
 
@@ -253,13 +297,79 @@ def test_what_does_not_come_again_is_said_to_be_not_deterministic(tmp_path: Path
         ("no loop", 10, "made no loop of torchhooks, and ended with status 1:\nno data"),
         pytest.param("raises", 10, "ended with status 1 without a kill", marks=slow),
         pytest.param("saves late", 10, "no process continued from a checkpoint, so nothing is proved", marks=slow),
-        pytest.param("fails", 10, "RuntimeError: no second start", marks=slow),
         ("", 3, "must be 10 or more"),
     ],
 )
 def test_what_cannot_be_checked_is_said(defect: str, steps: int, message: str, tmp_path: Path) -> None:
     with pytest.raises(CheckError, match=re.escape(message)):
         verdict_of(tmp_path, defect, steps)
+
+
+@slow
+@pytest.mark.usefixtures("forks")
+def test_a_script_that_fails_when_it_is_resumed_does_not_resume_exactly(tmp_path: Path) -> None:
+    verdict = verdict_of(tmp_path, "fails", 10)
+    assert (verdict.status, verdict.was_reproduced, verdict.failed) == (1, True, "RuntimeError: no second start")
+    assert "the script fails when it is resumed:\nRuntimeError: no second start" in printed(verdict)
+
+
+@slow
+@pytest.mark.usefixtures("forks")
+@pytest.mark.parametrize("defect", shared(["stops after its own runs", "counts to the end"], 1))
+def test_a_limit_that_counts_the_runs_of_a_process_makes_other_runs(defect: str, tmp_path: Path) -> None:
+    verdict = verdict_of(tmp_path, defect, 30, epochs=9)
+    assert verdict.status == 1, printed(verdict)
+    assert "StopAtStepHook(num_steps=)" in printed(verdict)
+
+
+@slow
+@pytest.mark.usefixtures("forks")
+@pytest.mark.parametrize(
+    ("way", "said"),
+    shared(
+        [
+            ("has a time in its outputs", "not compared: secs in outputs"),
+            ("has a time in its state", "not compared: clock in state"),
+            ("has a time in its items", "not compared: item, which"),
+            ("marks its items", "other item after a resume, and nothing that is computed differs"),
+            ("remembers at the end of an epoch", "missing after a resume, and not used: book.last"),
+        ],
+        3,
+    ),
+)
+def test_what_is_harmless_is_a_note(way: str, said: str, tmp_path: Path) -> None:
+    verdict = verdict_of(tmp_path, way, 14)
+    assert verdict.status == 0, printed(verdict)
+    assert f"note           {said}" in printed(verdict)
+    assert ("14 runs: item, arguments" in printed(verdict)) == ("item" not in said), (
+        "what was not the same is not named"
+    )
+
+
+@slow
+@pytest.mark.usefixtures("forks")
+def test_what_starts_over_and_was_not_used_is_named_and_can_be_left_out(tmp_path: Path) -> None:
+    verdict = verdict_of(tmp_path, "counts", 14)
+    assert (verdict.status, verdict.is_computed_same) == (1, True)
+    assert "starts over    book.seen starts over: 0 after the resume, 2 without an interruption" in printed(verdict)
+    assert "--ignore 'book.seen'" in printed(verdict)
+    (tmp_path / "scratch").rename(tmp_path / "other")
+    shutil.rmtree(tmp_path / "other")
+    assert verdict_of(tmp_path, "counts", 14, ignored=["book"]).status == 0
+
+
+@slow
+@pytest.mark.usefixtures("forks")
+def test_a_script_whose_variables_take_long_is_read_in_fewer_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checked, "_WALK_SECS", 0.0)
+    verdict = verdict_of(tmp_path, "scale", 14)
+    assert "look at        scale starts over: 1.0 after" in printed(verdict)
+    assert {each.name for each in (tmp_path / "scratch").iterdir()} == {
+        *("one", "other", "interrupted", "repeated"),
+        *(f"{name}-again-{of}" for name in ("one", "other") for of in ("interrupted", "repeated")),
+    }
 
 
 @pytest.mark.release
@@ -309,8 +419,8 @@ def test_a_loop_under_check_records_everything_saves_often_and_ends_its_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What happens in the processes of the script, here without one of its own."""
-    ledger, seen_file, probe = (str(tmp_path / "places" / name) for name in ("ledger", "seen", "probe"))
-    plan = checked.ProcessPlan(ledger, 100, seen_file, probe, kill_after=3, kill_by=0, depth=2, epoch_items=4)
+    ledger, seen_file, walk = (str(tmp_path / "places" / name) for name in ("ledger", "seen", "walk"))
+    plan = checked.ProcessPlan(ledger, 100, seen_file, walk, kill_after=3, kill_by=0, depth=2, epoch_items=4)
     (tmp_path / "places").mkdir()
     plan.write(str(tmp_path / "plan"))
     monkeypatch.setenv(CHECK_PLAN, str(tmp_path / "plan"))
@@ -319,6 +429,9 @@ def test_a_loop_under_check_records_everything_saves_often_and_ends_its_process(
     # Of this process: the tests after this one must not find it.
     monkeypatch.setattr(checked.Cut, "_seen", seen)
     monkeypatch.setattr(checked.Cut, "_runs_of_earlier_loops", 0)
+    monkeypatch.setattr(checked.Cut, "_walk_secs", 0.0)
+    monkeypatch.setattr("torchhooks.ledger.walk.sys", SimpleNamespace(modules={}))  # this process has all tests
+    monkeypatch.setattr(checked.Cut, "_walker", Walker())
     monkeypatch.setattr(cursor, "short_epochs", None)
     model = nn.Linear(1, 1)
     saver = CheckpointSaverHook(tmp_path / "run", every_n_steps=1000)

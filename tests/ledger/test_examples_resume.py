@@ -46,9 +46,25 @@ def test_a_recipe_resumes_exactly(heading: str, tmp_path: Path) -> None:
     assert_exact(tmp_path, "recipe.py", steps=30)
 
 
-@pytest.mark.parametrize("name", shared(["usual", "gpt"], 2))
+EXAMPLES = {
+    "usual": [],
+    "gpt": [],
+    "resume": ["--train", "run"],
+    "accelerate_loop": [],
+    "optuna_sweep": [],
+    "fabric_loop": [],
+}
+"""The examples that save checkpoints, with their arguments."""
+
+
+def test_every_example_that_saves_checkpoints_is_checked() -> None:
+    texts = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "examples").glob("*.py")}
+    assert {name for name, text in texts.items() if "checkpoint_dir=" in text} == {*EXAMPLES}
+
+
+@pytest.mark.parametrize("name", shared(EXAMPLES, 3))
 def test_an_example_resumes_exactly(name: str, tmp_path: Path) -> None:
-    assert_exact(tmp_path, str(ROOT / "examples" / f"{name}.py"), steps=10)
+    assert_exact(tmp_path, str(ROOT / "examples" / f"{name}.py"), *EXAMPLES[name], steps=10 if name == "gpt" else 30)
 
 
 @pytest.mark.parametrize("number", shared(NUMBERS, 3))

@@ -28,7 +28,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from sklearn.preprocessing import StandardScaler
 from torch import nn
 
 from torchhooks import EvaluationHook, LoggingTensorHook, MonitoredLoop, SessionRunHook, Variables
@@ -224,6 +223,10 @@ def optimizer() -> torch.optim.Optimizer:
     return torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1)
 
 
+def of_sklearn() -> Any:
+    return pytest.importorskip("sklearn.preprocessing").StandardScaler()
+
+
 def scaler() -> torch.amp.GradScaler:
     made = torch.amp.GradScaler("cpu")
     made.scale(torch.ones(1))
@@ -312,7 +315,7 @@ KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any], object], set[str]]] = 
     ),
     "an iterator of a loader": (lambda: iter(loader()), next, {""}),
     "what scales the data": (
-        lambda: StandardScaler().partial_fit(np.ones((2, 2))),
+        lambda: of_sklearn().partial_fit(np.ones((2, 2))),
         lambda each: each.partial_fit(np.zeros((2, 2))),
         {""},
     ),
@@ -607,7 +610,7 @@ def test_what_cannot_be_seen_is_said() -> None:
     with closing(sqlite3.connect(":memory:")) as connection:
         assert "an object of sqlite3.Connection" in read(connection)[0].unseen
     del connection
-    plain = [Meter(), Average(), Names(), Table(), Pair([]), types.SimpleNamespace(), object(), StandardScaler()]
+    plain = [Meter(), Average(), Names(), Table(), Pair([]), types.SimpleNamespace(), object(), of_sklearn()]
     assert not [each for each in read(plain)[0].unseen if "an object of" in each]
 
 

@@ -74,7 +74,7 @@ class Parts:
 # -- the data ---------------------------------------------------------------------------------------------------------
 
 
-@forgets("item DIFFER")
+@forgets(r"item DIFFER(.|\n)*look at +parts in .*\.examples is in another order")
 def list_shuffled_in_place(folder: Path) -> None:
     parts = Parts(folder)
     with parts.loop() as loop:
@@ -100,7 +100,7 @@ class Counting(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
         return inputs * (1 + 0.01 * self.read[index]), targets
 
 
-@forgets("item DIFFER")
+@forgets(r"item DIFFER(.|\n)*look at +loader in .*\.dataset\.read is another one")
 def data_set_that_counts(folder: Path) -> None:
     parts = Parts(folder)
     loader: Any = torch.utils.data.DataLoader(Counting(parts.examples), batch_size=None)
@@ -110,7 +110,7 @@ def data_set_that_counts(folder: Path) -> None:
                 loop.run(inputs, targets)
 
 
-@forgets("item DIFFER")
+@forgets(r"item DIFFER(.|\n)*look at +cache in ")
 def cache_of_augmented_examples(folder: Path) -> None:
     parts = Parts(folder)
     cache: dict[int, Tensor] = {}
@@ -129,7 +129,7 @@ def cache_of_augmented_examples(folder: Path) -> None:
                 loop.run(inputs, targets)
 
 
-@forgets("item DIFFER")
+@forgets(r"item DIFFER(.|\n)*look at +parts in .*\.examples starts over")
 def harder_examples_each_epoch(folder: Path) -> None:
     parts = Parts(folder)
     with parts.loop() as loop:
@@ -139,7 +139,7 @@ def harder_examples_each_epoch(folder: Path) -> None:
             parts.examples = [(2 * inputs, targets) for inputs, targets in parts.examples]
 
 
-@forgets("arguments DIFFER")
+@forgets(r"arguments DIFFER(.|\n)*look at +mixed in ")
 def draws_outside_of_the_loop(folder: Path) -> None:
     parts = Parts(folder)
     mixed = iter(torch.utils.data.DataLoader(range(40), shuffle=True))  # type: ignore[arg-type]
@@ -169,7 +169,7 @@ def epochs_that_variables_count(folder: Path) -> None:
                 loop.run(inputs, targets)
 
 
-@forgets("outputs DIFFER")
+@forgets(r"outputs DIFFER(.|\n)*look at +generator in ")
 def seeded_by_the_time_when_it_resumes(folder: Path) -> None:
     parts = Parts(folder)
     generator = torch.Generator().manual_seed(0 if latest_checkpoint(folder) is None else time.time_ns())
@@ -213,7 +213,7 @@ def warmup_in_a_closure(folder: Path) -> None:
     parts.train(step)
 
 
-@forgets(r"outputs DIFFER(.|\n)*noise in .*\(\) \(an iterator\)")
+@forgets(r"outputs DIFFER(.|\n)*noise in .*\(\) starts over")
 def iterator_in_the_step(folder: Path) -> None:
     parts = Parts(folder)
     noise = iter([torch.full((2, 4), 0.1 * number) for number in range(50)])
@@ -320,7 +320,7 @@ def second_optimizer(folder: Path) -> None:
     parts.train(step)
 
 
-@forgets(r"parameters DIFFER(.|\n)*scheduler in .*(.|\n)*not saved +scheduler")
+@forgets(r"parameters DIFFER(.|\n)*look at +scheduler in ")
 def scheduler_per_step(folder: Path) -> None:
     parts = Parts(folder)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(parts.optimizer, 0.5)
@@ -334,7 +334,7 @@ def scheduler_per_step(folder: Path) -> None:
     parts.train(step)
 
 
-@forgets("not saved +scheduler in ")
+@forgets("starts over +scheduler in ")
 def scheduler_that_acts_later(folder: Path) -> None:
     """Its first change would come in epoch 30."""
     parts = Parts(folder)
@@ -346,7 +346,7 @@ def scheduler_that_acts_later(folder: Path) -> None:
             scheduler.step()
 
 
-@forgets("not saved +average in ")
+@forgets("starts over +average in ")
 def average_of_the_weights(folder: Path) -> None:
     parts = Parts(folder)
     average = torch.optim.swa_utils.AveragedModel(parts.model)
@@ -376,7 +376,7 @@ def teacher_of_moving_averages(folder: Path) -> None:
     parts.train(step)
 
 
-@forgets(r"(parameters|optimizers|outputs|gradients) DIFFER")
+@forgets(r"(parameters|optimizers|outputs|gradients) DIFFER(.|\n)*made in ")
 def optimizer_replaced_in_the_middle(folder: Path) -> None:
     parts = Parts(folder)
     made = 0
@@ -407,7 +407,7 @@ def head_outside_of_the_model(folder: Path) -> None:
     parts.train(step)
 
 
-@forgets(r"(gradients|parameters) DIFFER")
+@forgets(r"(gradients|parameters) DIFFER(.|\n)*look at +kept in ")
 def gradients_in_a_buffer_of_its_own(folder: Path) -> None:
     parts = Parts(folder)
     kept = [torch.zeros_like(each) for each in parts.model.parameters()]
@@ -426,7 +426,7 @@ def gradients_in_a_buffer_of_its_own(folder: Path) -> None:
     parts.train(step)
 
 
-@forgets("DIFFER")
+@forgets(r"DIFFER(.|\n)*look at +seen in ")
 def gradients_that_are_dropped_at_a_start(folder: Path) -> None:
     parts = Parts(folder)
     seen = 0

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,8 @@ from support.processes import call
 from support.schemas import answer
 from torchhooks.common.text import json_text
 from torchhooks.ledger import processes
-from torchhooks.ledger.check import Options, as_plain, prove, text_of
+from torchhooks.ledger.check import Options, prove
+from torchhooks.ledger.verdict import as_plain, text_of
 
 
 def forget_tests(monkeypatch: pytest.MonkeyPatch, but: str = "") -> None:
@@ -45,7 +48,22 @@ def use_forks(monkeypatch: pytest.MonkeyPatch) -> None:
         return codes[failed], failed
 
     forget_tests(monkeypatch)
+    # A walk begins with the script alone, and not with what else this process has imported from the project.
+    monkeypatch.setattr("torchhooks.ledger.walk.sys", SimpleNamespace(modules=_MainModule()))
     monkeypatch.setattr(processes, "run_in_new_processes", fork)
+
+
+class _MainModule(Mapping[str, Any]):
+    """The main module of this process, which is another one in each fork."""
+
+    def __getitem__(self, name: str) -> Any:
+        return sys.modules[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["__main__"])
+
+    def __len__(self) -> int:
+        return 1
 
 
 def check_in_a_process(folder: Path, steps: int, *command: str, ranks: int = 1, forks: bool = True) -> dict[str, Any]:

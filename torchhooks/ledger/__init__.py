@@ -2,6 +2,9 @@
 
 Read ``hook`` first: a LedgerHook writes the lines, and a process that resumes compares the runs that it makes again.
 ``lines`` has the format of the file, ``comparing`` finds the first run in which two ledgers differ, and what that may
-come from, and ``commands`` is ``python -m torchhooks diff``. ``check`` runs a script, kills it, and compares it with
-itself, and ``checked`` is its other half, in the processes of the script. The package is imported on request.
+come from, and ``commands`` is ``python -m torchhooks diff``.
+
+``check`` runs a script, kills it, and compares it with itself, and ``checked`` is its other half, in the processes of
+the script. There, ``walk`` reads all that the script holds, and ``code`` what its variables are for. ``verdict`` says
+which differences count, and what they come from. The package is imported on request.
 """

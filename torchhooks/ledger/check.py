@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -22,21 +23,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torchhooks.common.text import json_text, plain, print_error, shortened
-from torchhooks.ledger import comparing
-from torchhooks.ledger.comparing import DIFFERENT, NOT_COMPARABLE, SAME, Comparison, compare_ledgers, lines_of
-from torchhooks.ledger.lines import LedgerError, read_ledgers
-from torchhooks.ledger.probe import Suspect, forgotten, suspects
+from torchhooks.ledger.comparing import NOT_COMPARABLE, LeftOut, compare_ledgers, differing_parts
+from torchhooks.ledger.lines import QUANTITIES, LedgerError, read_ledgers
 from torchhooks.ledger.processes import Ended, Training, can_fork
+from torchhooks.ledger.verdict import DATA, Kill, Verdict, Walks, as_plain, causes, masked, starting_over, text_of
 
 _LEAST_STEPS = 10
 _IMPORTED_LATE = ("torch._dynamo", "torch.utils.tensorboard")  # by optimizers, and by hooks that write curves
-_NO_SEED = (
-    "look for a missing seed (torch.manual_seed, random.seed, numpy.random.seed), for the order of a set, or for an "
-    "operator that is not deterministic"
-)
+_MOST_LINES = 12  # of the error of a script
 
 
 class CheckError(Exception):
@@ -52,6 +49,7 @@ class Options(NamedTuple):
         kills: in how many more runs the script is killed.
         ranks: in how many processes the script runs.
         ignores_output: whether what the script prints is not compared.
+        ignored: the paths of variables that may start over.
     """
 
     steps: int = 60
@@ -59,52 +57,7 @@ class Options(NamedTuple):
     kills: int = 0
     ranks: int = 1
     ignores_output: bool = False
-
-
-class Kill(NamedTuple):
-    """After which run a process gets which signal."""
-
-    run: int
-    by: signal.Signals
-
-
-class Verdict(NamedTuple):
-    """What ``check`` found.
-
-    Args:
-        steps: how many runs were compared.
-        comparison: the training run that was interrupted, compared with the uninterrupted one; or, if these are not
-            the same, two uninterrupted ones.
-        kills: what ended its processes.
-        resumed_at: after which runs processes have continued from a checkpoint.
-        lost, added: lines that only one of them has printed.
-        runs_after_end: how many runs a finished training run made when it was started once more.
-        suspects: what the difference may come from.
-        forgotten: objects with a state that are in no checkpoint, and end as other ones.
-        written: the files that the script itself opens for writing.
-        epoch_items: how many items an epoch was limited to; 0 if it was not.
-        is_deterministic: whether two uninterrupted ones are the same.
-        was_reproduced: whether the difference came again.
-    """
-
-    steps: int
-    comparison: Comparison
-    kills: Sequence[Kill] = ()
-    resumed_at: Sequence[int] = ()
-    lost: Sequence[str] = ()
-    added: Sequence[str] = ()
-    runs_after_end: int = 0
-    suspects: Sequence[Suspect] = ()
-    forgotten: Sequence[Suspect] = ()
-    written: Sequence[str] = ()
-    epoch_items: int = 0
-    is_deterministic: bool = True
-    was_reproduced: bool = True
-
-    @property
-    def is_exact(self) -> bool:
-        is_same = self.is_deterministic and self.comparison.is_same
-        return is_same and not (self.lost or self.forgotten or self.runs_after_end)
+    ignored: Sequence[str] = ()
 
 
 def check(script: str, arguments: Sequence[str], options: Options, as_json: bool = False, keep: bool = False) -> int:
@@ -124,7 +77,7 @@ def check(script: str, arguments: Sequence[str], options: Options, as_json: bool
         else:
             shutil.rmtree(scratch, ignore_errors=True)
     print(json_text(as_plain(verdict)) if as_json else "\n".join(map(plain, text_of(verdict))))
-    return SAME if verdict.is_exact else DIFFERENT
+    return verdict.status
 
 
 @contextmanager
@@ -190,22 +143,40 @@ def prove(
     other = training(os.path.join(scratch, "other"), hash_seed="1")
     _check_first(other.start(steps), command)
     found = compare_ledgers(read_ledgers(one.ledger), read_ledgers(other.ledger))
-    if not found.is_same:
-        return Verdict(steps, found, is_deterministic=False, epoch_items=epoch_items)
+    left_out = _left_out(one, other)
+    if left_out is None or found.only_one or found.only_other:
+        return Verdict(steps, found, is_deterministic=False, epoch_items=epoch_items, written=one.written())
     made = first.seen.runs
     kills = _kills(made, epochs, options.kills)
 
     def interrupted(name: str) -> Verdict:
         stopped = training(os.path.join(scratch, name))
-        _interrupt(stopped, kills, steps, made, say)
-        verdict = _verdict(one, other, stopped, made, options.ignores_output)
+        try:
+            _interrupt(stopped, kills, steps, made, say)
+        except _FailedError as error:
+            resumed_at = [ended.seen.resumed_at for ended in stopped.processes[1:-1]]
+            written = stopped.written()
+            verdict = Verdict(made, None, resumed_at=resumed_at, failed=_end_of(str(error)), written=written)
+        else:
+            read = (read_before(each, stopped) for each in (one, other))
+            verdict = _verdict(next(read), next(read), stopped, made, options, left_out)
         return verdict._replace(kills=kills, epoch_items=epoch_items)
+
+    def read_before(uninterrupted: Training, stopped: Training) -> Training:
+        """Return a training run that was read before the runs before which ``stopped`` was read."""
+        wanted = stopped.walked().judged
+        if wanted <= {each.run for each in uninterrupted.walked().moments} | {*range(made + 1, steps + 1)}:
+            return uninterrupted
+        say(f"{steps} runs once more, to look at what the script holds")
+        again = training(f"{uninterrupted.folder}-again-{os.path.basename(stopped.folder)}")
+        again.start(steps, sorted({1, made, *wanted}))
+        return again
 
     verdict = interrupted("interrupted")
     if not verdict.is_exact:
         if reproduce:
             say("once more, since there is a difference")
-            verdict = verdict._replace(was_reproduced=_place(interrupted("repeated")) == _place(verdict))
+            verdict = verdict._replace(was_reproduced=interrupted("repeated").place == verdict.place)
         return verdict
     if not any(verdict.resumed_at):
         raise CheckError(
@@ -257,129 +228,98 @@ def _interrupt(training: Training, kills: list[Kill], steps: int, made: int, say
     """Kill a training run in each place, and go on each time."""
     for number, kill in enumerate(kills, 1):
         say(f"{number} of {len(kills) + 1}: {kill.by.name} after run {kill.run}")
-        _check_resumed(training.start(steps, made, kill.run, kill.by), stopped=kill.by is signal.SIGTERM)
-    say("to the end")
-    _check_resumed(training.start(steps, made))
-    if made < steps:  # the script has ended by itself
-        say("once more after the end")
-        _check_resumed(training.start(steps, made))
+        ended = training.start(steps, [made], kill.run, kill.by)
+        if _fails(ended, stopped=kill.by is signal.SIGTERM):
+            raise _FailedError(ended.errors)
+    for text in ["to the end", *(["once more after the end"] if made < steps else [])]:  # it has ended by itself
+        say(text)
+        ended = training.start(steps, [made])
+        if _fails(ended):
+            raise _FailedError(ended.errors)
 
 
-def _check_resumed(ended: Ended, stopped: bool = False) -> None:
-    """Raise an error if the script has failed. If it was stopped, it may say so by its status, but not by 1."""
-    if ended.code == 1 or (ended.code > 0 and not stopped):
-        raise CheckError(
-            f"the script ended with status {ended.code} when it was resumed after run {ended.seen.resumed_at}:\n"
-            f"{ended.errors[-2000:]}"
-        )
+def _end_of(errors: str) -> str:
+    """Return what a script has written to the standard error at last: its exception, without where it was raised."""
+    lines = errors.strip().splitlines()
+    raised = [number for number, line in enumerate(lines) if re.match(r"[\w.]+(Error|Exception|Exit)\b", line)]
+    return "\n".join(lines[raised[-1] if raised else 0 :][-_MOST_LINES:])
 
 
-def _verdict(one: Training, other: Training, stopped: Training, made: int, ignores_output: bool) -> Verdict:
-    found = compare_ledgers(read_ledgers(one.ledger), read_ledgers(stopped.ledger))
+def _fails(ended: Ended, stopped: bool = False) -> bool:
+    """Return whether the script has failed. If it was stopped, it may say so by its status, but not by 1."""
+    return ended.code == 1 or (ended.code > 0 and not stopped)
+
+
+class _FailedError(Exception):
+    """The script has failed when it was resumed."""
+
+
+def _verdict(
+    one: Training, other: Training, stopped: Training, made: int, options: Options, left_out: LeftOut
+) -> Verdict:
+    expected, resumed = read_ledgers(one.ledger), read_ledgers(stopped.ledger)
+    found = compare_ledgers(expected, resumed, left_out=left_out)
+    differing = differing_parts(expected, resumed, left_out)
+    data_only = bool(differing) and differing.keys() <= DATA and not (found.only_one or found.only_other)
     lost: list[str] = []
     added: list[str] = []
-    if not ignores_output:
-        common = Counter(one.printed) & Counter(other.printed)
-        lost = [line for line in common if line not in stopped.printed]
+    if not options.ignores_output:
+        printed = {masked(line) for line in stopped.printed}
+        common = Counter(map(masked, one.printed)) & Counter(map(masked, other.printed))
+        lost = [line for line in dict.fromkeys(one.printed) if masked(line) in common.keys() - printed]
         if lost:
-            added = [line for line in dict.fromkeys(stopped.printed) if line not in one.printed]
-    resumed_at = [ended.seen.resumed_at for ended in stopped.processes[1:]]
-    ended_itself = made < stopped.processes[-1].steps
-    probed = one.probed(), other.probed(), stopped.probed()
+            known = {masked(line) for line in one.printed}
+            added = [line for line in dict.fromkeys(stopped.printed) if masked(line) not in known]
     run = None
     if found.difference is not None:
-        entry = found.difference.one  # the probe numbers the runs of all loops in one row
-        run = entry.run + sum(loop < entry.loop for loop, _ in read_ledgers(one.ledger)[0].entries)
+        entry = found.difference.one  # moments have the numbers of the runs of all loops in one row
+        run = entry.run + sum(loop < entry.loop for loop, _ in expected[0].entries)
+    walks = Walks(one.walked(), other.walked(), stopped.walked())
+    over, missing = starting_over(walks, options.ignored)
+    runs_after_end = stopped.processes[-1].seen.runs if made < stopped.processes[-1].steps else 0
+    is_other = bool(lost or runs_after_end) or not (found.is_same or data_only)
+    notes = [*_notes_of(left_out)]
+    if data_only:
+        parts = " and ".join(name for name in QUANTITIES if name in differing)
+        notes.append(f"other {parts} after a resume, and nothing that is computed differs")
+    if is_other:
+        over = []  # it follows from the difference, or is one of its causes
+    elif missing:
+        notes.append(f"missing after a resume, and not used: {shortened(missing, 4)}")
     return Verdict(
         made,
         found,
-        resumed_at=resumed_at,
+        resumed_at=[ended.seen.resumed_at for ended in stopped.processes[1:]],
         lost=lost,
         added=added,
-        runs_after_end=stopped.processes[-1].seen.runs if ended_itself else 0,
-        suspects=suspects(*probed, run) if run is not None or lost else [],
-        forgotten=forgotten(*probed),
+        runs_after_end=runs_after_end,
+        suspects=causes(walks, None if data_only else run, options.ignored) if is_other else [],
+        forgotten=over,
+        notes=notes,
+        unseen=sorted({each for walked in walks for moment in walked.moments for each in moment.unseen}),
         written=stopped.written(),
+        data_only=data_only,
     )
 
 
-def _place(verdict: Verdict) -> tuple[object, ...]:
-    difference = verdict.comparison.difference
-    where = None if difference is None else (difference.one.run, difference.quantity)
-    return where, verdict.lost, bool(verdict.runs_after_end), [each.name for each in verdict.forgotten]
+def _notes_of(left_out: LeftOut) -> Iterator[str]:
+    for quantity, parts in left_out.items():
+        what = f"{', '.join(sorted(parts))} in {quantity}" if parts else quantity
+        yield f"not compared: {what}, which two training runs without an interruption do not have in common"
 
 
-# -- what is printed ---------------------------------------------------------------------------------------------------
+def _left_out(one: Training, other: Training) -> LeftOut | None:
+    """Return what two training runs do not have in common while all that is computed is the same, such as a time.
 
-
-def text_of(verdict: Verdict) -> list[str]:
-    """Return the lines that ``check`` prints."""
-    if not verdict.is_deterministic:
-        return [
-            "two training runs without an interruption differ, so nothing can be said of a resume:",
-            *(_line(name, text) for name, text in lines_of(verdict.comparison) if name != "likely cause"),
-            _NO_SEED,
-        ]
-    short = f" (epochs of {verdict.epoch_items} items)" if verdict.epoch_items else ""
-    at = ", ".join(f"{kill.run}{' by SIGTERM' if kill.by is signal.SIGTERM else ''}" for kill in verdict.kills)
-    lines = [
-        f"two training runs of {verdict.steps} runs{short}: the same bits",
-        f"ended after the runs {at}; resumed after the runs {', '.join(map(str, verdict.resumed_at))}",
-    ]
-    if verdict.is_exact:
-        lines.append(f"resumes exactly: {lines_of(verdict.comparison)[-1][1]}")
-    elif not verdict.was_reproduced:
-        lines += ["a difference did not come again, so the script is not deterministic: it was", *_report(verdict)]
-    else:
-        lines += ["does NOT resume exactly, and again when repeated:", *_report(verdict)]
-    if verdict.written:
-        lines.append(_line("not moved", f"files that the script itself writes: {shortened([*verdict.written], 4)}"))
-    return lines
-
-
-def _report(verdict: Verdict) -> list[str]:
-    found = verdict.comparison
-    lines = []
-    if not found.is_same:
-        lines += [_line(name, text) for name, text in lines_of(found) if name != "environment"]
-    if verdict.runs_after_end:
-        runs = "1 run was" if verdict.runs_after_end == 1 else f"{verdict.runs_after_end} runs were"
-        lines.append(_line("after its end", f"{runs} made by a process that was started once more"))
-    lines += [_line("not printed", line) for line in verdict.lost[:3]]
-    lines += [_line("but", line) for line in verdict.added[:3]]
-    if verdict.lost and found.difference is None and not verdict.suspects:
-        lines.append(_line("likely cause", "A variable that starts over, such as a sum over an epoch"))
-    lines += [_line("" if number else "look at", str(each)) for number, each in enumerate(verdict.suspects[:4])]
-    lines += [
-        _line("not saved", f"{each.name}, which is another one before the last run: put it into state={{...}}")
-        for each in verdict.forgotten[:4]
-    ]
-    if verdict.suspects:
-        lines.append(
-            _line("", "Keep numbers and lists in Variables, and put objects into state={...}: rule 6 of docs/loops.md")
-        )
-    return lines
-
-
-def _line(heading: str, text: str) -> str:
-    return f"{heading:15}{text}"
-
-
-def as_plain(verdict: Verdict) -> dict[str, Any]:
-    """Return what ``check --json`` prints."""
-    return {
-        "exact": verdict.is_exact,
-        "deterministic": verdict.is_deterministic,
-        "reproduced": verdict.was_reproduced,
-        "steps": verdict.steps,
-        "epoch_items": verdict.epoch_items,
-        "ended_after": [{"run": kill.run, "by": kill.by.name} for kill in verdict.kills],
-        "resumed_at": verdict.resumed_at,
-        "lines_lost": verdict.lost,
-        "lines_added": verdict.added,
-        "runs_after_end": verdict.runs_after_end,
-        "suspects": [each._asdict() for each in verdict.suspects],
-        "forgotten": [each._asdict() for each in verdict.forgotten],
-        "files_written": verdict.written,
-        "comparison": comparing.as_plain(verdict.comparison),
-    }
+    ``None`` if they differ in more than that.
+    """
+    differing = differing_parts(read_ledgers(one.ledger), read_ledgers(other.ledger), {})
+    left_out: dict[str, set[str]] = {}
+    for quantity, parts in differing.items():
+        if quantity in DATA or (quantity in ("outputs", "state") and "" in parts):
+            left_out[quantity] = set()
+        elif quantity in ("outputs", "state"):
+            left_out[quantity] = parts
+        else:
+            return None
+    return left_out

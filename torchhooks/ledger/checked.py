@@ -11,20 +11,23 @@ import json
 import os
 import signal
 import sys
-from dataclasses import asdict, dataclass
-from pathlib import Path
+import time
+from dataclasses import asdict, dataclass, field
 from typing import ClassVar
 
-from torchhooks.common.digests import digests
 from torchhooks.common.random_states import random_states, set_random_states
-from torchhooks.common.stateful import has_readable_state
 from torchhooks.common.timers import EveryEpochs, EverySteps
 from torchhooks.data import cursor
 from torchhooks.ledger.hook import WHAT, LedgerHook
-from torchhooks.ledger.probe import Found, Probed, reachable
+from torchhooks.ledger.walk import Held, Walker, append
 from torchhooks.lifecycle.coordinator import Coordinator
 from torchhooks.lifecycle.hook import PeriodicHook, SessionRunContext, SessionRunHook, SessionRunValues
 from torchhooks.lifecycle.session import Session
+
+_FIRST_RUNS = (
+    2  # of a process, before which it is read: what is still another value before the second was not made again
+)
+_WALK_SECS = 3.0
 
 
 @dataclass
@@ -38,15 +41,16 @@ class ProcessPlan:
         kill_by: the number of the signal.
         depth, epoch_items: how many items the loops of one depth take at most; 0 for no limit.
         seen: the file in which the process tells the next ones what it has seen.
-        probe: the file of the variables that no checkpoint contains, to which each process appends.
-        probe_at: the run before which the script is probed, next to the first run of the process; 0 for each run.
+        walk: the file of what the script holds, to which each process appends.
+        moments: the runs before which it is read, next to the first two of the process, and to each one as long as that
+            takes no more than a few seconds in all.
     """
 
     ledger: str
     steps: int
     seen: str
-    probe: str
-    probe_at: int = 0
+    walk: str
+    moments: list[int] = field(default_factory=list)
     kill_after: int = 0
     kill_by: int = int(signal.SIGKILL)
     depth: int = 0
@@ -90,8 +94,8 @@ class Seen:
             return cls()
 
 
-def watched(hooks: tuple[SessionRunHook, ...], plan_file: str) -> tuple[SessionRunHook, ...]:
-    """Return the hooks of a loop under ``check``, in place of ``hooks``."""
+def watched(hooks: tuple[SessionRunHook, ...], plan_file: str, step: object) -> tuple[SessionRunHook, ...]:
+    """Return the hooks of a loop under ``check``, in place of ``hooks``. The loop calls the function ``step``."""
     plan = ProcessPlan.read(plan_file)
     if plan.epoch_items:
         cursor.short_epochs = cursor.ShortEpochs(plan.depth, plan.epoch_items)
@@ -99,7 +103,7 @@ def watched(hooks: tuple[SessionRunHook, ...], plan_file: str) -> tuple[SessionR
     for hook in own:
         if hook.saves_checkpoints and isinstance(hook, PeriodicHook) and not isinstance(hook.timer, EveryEpochs):
             _save_often(hook, max(plan.steps // 10, 1))
-    return (LedgerHook(plan.ledger, what=WHAT), *own, Cut(plan, own))
+    return (LedgerHook(plan.ledger, what=WHAT), *own, Cut(plan, own, step))
 
 
 def _save_often(hook: PeriodicHook, steps: int) -> None:
@@ -116,13 +120,16 @@ class Cut(SessionRunHook):
 
     _seen: ClassVar[Seen] = Seen()
     _runs_of_earlier_loops: ClassVar[int] = 0
+    _walker: ClassVar[Walker] = Walker()
+    _walk_secs: ClassVar[float] = 0.0
 
-    def __init__(self, plan: ProcessPlan, hooks: list[SessionRunHook]) -> None:
-        self._plan = plan
+    def __init__(self, plan: ProcessPlan, hooks: list[SessionRunHook], step: object) -> None:
+        self._plan, self._hooks, self._step = plan, hooks, step
         self._seen.loops += 1
         self._seen.saves = self._seen.saves or any(hook.saves_checkpoints for hook in hooks)
         self._total = 0
         self._is_over = False
+        self._is_chief = os.environ.get("RANK", "0") == "0"  # until there is a session, which may never be
 
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
         self._seen.restores = self._seen.restores or session.checkpoint_dir is not None
@@ -139,10 +146,28 @@ class Cut(SessionRunHook):
         if session.training_state.is_repeating:
             return
         run = self._runs_of_earlier_loops + session.total_runs + 1
-        if plan.probe_at in (0, run) or not self._seen.runs:
-            found = probed(session, run, is_first=not self._seen.runs)  # by all ranks: a state_dict() may need them
-            if self._is_chief:
-                append_probed(plan.probe, found)
+        is_wanted = run in plan.moments or Cut._walk_secs < _WALK_SECS or run == plan.steps
+        if is_wanted or self._seen.runs < _FIRST_RUNS:
+            self._walk(session, run)
+
+    def _walk(self, session: Session, run: int) -> None:
+        started = time.perf_counter()
+        training, states = session.training_state, random_states()
+        parts = {"model": training.model, "optimizer": training.optimizer, **training.state}
+        position = session.position
+        held = Held(
+            sys._getframe(),  # noqa: SLF001 - as logging does
+            {name: part for name, part in parts.items() if part is not None},
+            self._hooks,
+            self._step,
+            position.current_item if position is not None and position.depth else None,
+        )
+        # On all ranks: a state_dict() may need them.
+        moment, nodes = self._walker.read(held, run, is_first=not self._seen.runs)
+        set_random_states(states)  # a state_dict() of the user may draw
+        if self._is_chief:
+            append(self._plan.walk, moment, nodes)
+        Cut._walk_secs += time.perf_counter() - started
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
         session = run_context.session
@@ -176,27 +201,3 @@ class Cut(SessionRunHook):
         if self._is_chief:
             with open(self._plan.seen, "w", encoding="utf-8") as file:
                 json.dump(asdict(self._seen), file)
-
-
-def probed(session: Session, run: int, is_first: bool) -> Probed:
-    """Return what the script has before a run, from a hook's ``before_run``."""
-    training, random = session.training_state, random_states()
-    parts = {"model": training.model, "optimizer": training.optimizer, **training.state}
-    saved = {name: part for name, part in parts.items() if part is not None}
-    variables = reachable(sys._getframe(), saved.values())  # noqa: SLF001 - as logging does
-    readable = {name: part for name, part in saved.items() if has_readable_state(part)}
-    states = digests(part.state_dict() for part in readable.values())
-    set_random_states(random)  # a state_dict() of the user may draw
-    return Probed(run, is_first, variables, dict(zip(readable, states, strict=True)))
-
-
-def append_probed(path: str, found: Probed) -> None:
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(json.dumps(found) + "\n")
-
-
-def read_probed(path: str) -> list[Probed]:
-    """Return what the processes of a training run have found, in the order of time."""
-    lines = Path(path).read_text(encoding="utf-8").splitlines() if os.path.exists(path) else []
-    every = [Probed(*json.loads(line)) for line in lines]
-    return [each._replace(variables={name: Found(*one) for name, one in each.variables.items()}) for each in every]

@@ -36,12 +36,21 @@ def add_commands(commands: Any) -> None:
         "--nproc-per-node", type=int, default=1, metavar="N", help="run it in N processes, as torchrun would"
     )
     command.add_argument("--ignore-output", action="store_true", help="do not compare what the script prints")
+    command.add_argument(
+        "--ignore",
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="a variable that may start over, such as seen or Trainer.seen; may be repeated",
+    )
     command.add_argument("--keep", action="store_true", help="keep the scratch folder, and say where it is")
     command.set_defaults(call=_check)
 
 
 def _check(given: argparse.Namespace) -> int:
-    options = Options(given.steps, given.epoch_items, given.kills, given.nproc_per_node, given.ignore_output)
+    options = Options(
+        given.steps, given.epoch_items, given.kills, given.nproc_per_node, given.ignore_output, given.ignore
+    )
     return check(given.script, given.arguments, options, given.json, given.keep)
 
 

@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 import weakref
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,8 +26,8 @@ import numpy as np
 import torch
 
 from torchhooks.common.files import CHECK_PLAN, PLACES
-from torchhooks.ledger.checked import ProcessPlan, Seen, read_probed
-from torchhooks.ledger.probe import Probed
+from torchhooks.ledger.checked import ProcessPlan, Seen
+from torchhooks.ledger.walk import Walked
 
 _GRACE_SECS = 60.0  # how long the other ranks may take to end after one has ended
 _LEFT_SECS = 2.0  # how long what a process has left running may take to end by itself
@@ -78,9 +79,9 @@ class Training:
     def _written(self) -> str:
         return os.path.join(self.folder, "written")
 
-    def probed(self) -> list[Probed]:
-        """Return the variables that the script had before its runs, and no checkpoint contains."""
-        return read_probed(os.path.join(self.folder, "probe.jsonl"))
+    def walked(self) -> Walked:
+        """Return what the script held before its runs."""
+        return Walked.of(os.path.join(self.folder, "walk.jsonl"))
 
     def written(self) -> list[str]:
         """Return the files that the script itself has opened for writing, in the processes that were forks."""
@@ -89,15 +90,22 @@ class Training:
         return [file for file in dict.fromkeys(lines) if not file.startswith(os.path.join(self.folder, ""))]
 
     def start(
-        self, steps: int, probe_at: int = 0, kill_after: int = 0, kill_by: signal.Signals = signal.SIGKILL
+        self,
+        steps: int,
+        moments: Sequence[int] = (),
+        kill_after: int = 0,
+        kill_by: signal.Signals = signal.SIGKILL,
     ) -> Ended:
-        """Run the script until the run number ``steps``, or until it is killed after another one."""
+        """Run the script until the run number ``steps``, or until it is killed after another one.
+
+        What it holds is read before the runs ``moments``, and for a few seconds before each run.
+        """
         os.makedirs(self.ledger, exist_ok=True)
-        plan, seen, probe = (os.path.join(self.folder, name) for name in ("plan.json", "seen.json", "probe.jsonl"))
+        plan, seen, walk = (os.path.join(self.folder, name) for name in ("plan.json", "seen.json", "walk.jsonl"))
         if os.path.exists(seen):
             os.remove(seen)
         ProcessPlan(
-            self.ledger, steps, seen, probe, probe_at, kill_after, int(kill_by), self.depth, self.epoch_items
+            self.ledger, steps, seen, walk, [*moments], kill_after, int(kill_by), self.depth, self.epoch_items
         ).write(plan)
         variables = {CHECK_PLAN: plan, PLACES: self.places, "PYTHONUNBUFFERED": "1", "WANDB_MODE": "disabled"}
         if self.hash_seed is not None:

@@ -72,7 +72,7 @@ class LoopArguments:
         self.scaffold = Scaffold() if scaffold is None else scaffold
         self.step = Step(step)
         self.state = check_state(state)
-        self.hooks = _with_added(check_hooks(() if hooks is None else hooks))
+        self.hooks = _with_added(check_hooks(() if hooks is None else hooks), step)
         self.chief_only = chief_only
         """The hooks that no other rank has, so that they are called alone, even if they are collective."""
         self.metadata = plain_metadata(metadata)
@@ -123,14 +123,14 @@ For the tools that watch a script which they do not change. The loop looks here 
 """
 
 
-def _with_added(hooks: tuple[SessionRunHook, ...]) -> tuple[SessionRunHook, ...]:
+def _with_added(hooks: tuple[SessionRunHook, ...], step: object) -> tuple[SessionRunHook, ...]:
     for first, last in added_hooks:
         hooks = (*first(), *hooks, *last())
     plan = os.environ.get(CHECK_PLAN)
     if plan:
         from torchhooks.ledger.checked import watched
 
-        hooks = watched(hooks, plan)
+        hooks = watched(hooks, plan, step)
     return hooks
 
 
