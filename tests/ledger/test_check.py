@@ -227,6 +227,7 @@ def test_several_ranks_are_started_killed_and_compared(defect: str, tmp_path: Pa
     found = check_in_a_process(tmp_path, 10, "train.py", "--defect", defect, ranks=2)
     assert found["comparison"]["ranks"] == 2
     assert found["exact"] == (not defect), found["text"]
+    assert "what ranks other than 0 hold" in found["not_seen"]
     if defect:
         assert found["comparison"]["difference"]["rank"] == 1
 

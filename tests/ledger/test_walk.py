@@ -462,6 +462,12 @@ def test_what_checkpoints_contain_is_read_as_it_is() -> None:
     nn.init.zeros_(model.weight)
     assert before.saved.keys() == {"part0"}
     assert read(None, model)[0].saved != before.saved
+    trained = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    model(torch.ones(1, 1)).sum().backward()
+    trained.step()
+    before, _ = read(None, trained)
+    trained.state[model.weight]["momentum_buffer"].zero_()
+    assert read(None, trained)[0].saved != before.saved
 
 
 # -- where it begins --------------------------------------------------------------------------------------------------

@@ -541,9 +541,8 @@ def _read_dict(value: Any, label: str) -> Members:
         factory = vars(collections.defaultdict)["default_factory"].__get__(value)
         children += ["default_factory", factory]
     members = Members(label, children, order=PAIRS)
-    return (
-        members if type(value) is dict or type(value) is collections.OrderedDict else _with_attributes(members, value)
-    )
+    is_plain = type(value) is dict or type(value) is collections.OrderedDict
+    return members if is_plain else _with_attributes(members, value)
 
 
 def _read_proxy(value: Any, label: str) -> Members:
@@ -563,20 +562,11 @@ def _read_bytes(value: Any, label: str) -> Members:
     data = memoryview(value)
     plain = data if data.contiguous else memoryview(data.tobytes())
     members = Members(f"{label} {text}{len(value)} {zlib.crc32(plain):08x}")
-    return members if is_exact(value) else _with_attributes(members, value)
-
-
-def is_exact(value: object) -> bool:
-    """Return whether the class of ``value`` is not derived from one of the script."""
-    return not is_users_class(type(value))
+    return _with_attributes(members, value) if is_users_class(type(value)) else members
 
 
 def _read_repr(value: Any, label: str) -> Members:
     return Members(f"{label} {value!r}")
-
-
-def _read_slice(value: Any, label: str) -> Members:
-    return Members(label, (value.start, value.stop, value.step))
 
 
 def _read_enum(value: Any, label: str) -> Members:
@@ -597,19 +587,11 @@ def _read_path(value: Any, label: str) -> Members:
 
 def _read_random(value: Any, label: str) -> Members:
     members = Members(label, (random.Random.getstate(value),))
-    return members if is_exact(value) else _with_attributes(members, value)
+    return _with_attributes(members, value) if is_users_class(type(value)) else members
 
 
 def _read_torch_generator(value: Any, label: str) -> Members:
     return Members(label, (value.get_state(),))
-
-
-def _read_numpy_generator(value: Any, label: str) -> Members:
-    return Members(label, (value.bit_generator,))
-
-
-def _read_bit_generator(value: Any, label: str) -> Members:
-    return Members(label, (value.state,))
 
 
 def _read_numpy_state(value: Any, label: str) -> Members:
@@ -682,18 +664,6 @@ def _holds(value: Any) -> bool:
     if kind is types.FunctionType:
         return bool(value.__closure__ or attributes_of(value) or value.__defaults__ or value.__kwdefaults__)
     return not (defines(kind, "__call__") or defines(kind, "__get__") or kind.__module__ in ("_abc", "functools"))
-
-
-def _read_property(value: Any, label: str) -> Members:
-    return Members(label, (value.fget, value.fset, value.fdel), ("", "", ""))
-
-
-def _read_static(value: Any, label: str) -> Members:
-    return Members(label, (value.__func__,), ("",))
-
-
-def _read_cached_property(value: Any, label: str) -> Members:
-    return Members(label, (value.func,), ("",))
 
 
 def _read_module_of_python(value: Any, label: str) -> Members:
@@ -831,6 +801,15 @@ def _read_type_only(value: Any, label: str) -> Members:
     return Members(label)
 
 
+def _reading(*names: str) -> Callable[..., Members]:
+    """Return what reads objects of Python or NumPy that consist of the attributes ``names``."""
+
+    def read(value: Any, label: str) -> Members:
+        return Members(label, [getattr(value, name) for name in names], [""] * len(names))
+
+    return read
+
+
 @functools.cache
 def _readers_of_classes() -> list[tuple[Any, Callable[..., Members]]]:
     """Return what reads the objects of some classes, the first that fits.
@@ -860,15 +839,15 @@ def _readers_of_classes() -> list[tuple[Any, Callable[..., Members]]]:
         (collections.deque, _read_deque),
         ((set, frozenset), _read_set),
         ((bytearray, memoryview, array.array), _read_bytes),
-        (slice, _read_slice),
+        (slice, _reading("start", "stop", "step")),
         (types.MappingProxyType, _read_proxy),
         ((type({}.keys()), type({}.items())), _read_keys),
         (type({}.values()), _read_values),
         (pathlib.PurePath, _read_path),
         (random.Random, _read_random),
         (torch.Generator, _read_torch_generator),
-        (np.random.Generator, _read_numpy_generator),
-        (np.random.BitGenerator, _read_bit_generator),
+        (np.random.Generator, _reading("bit_generator")),
+        (np.random.BitGenerator, _reading("state")),
         (np.random.RandomState, _read_numpy_state),
         (types.FunctionType, _read_function),
         (types.CodeType, _read_code),
@@ -883,9 +862,9 @@ def _readers_of_classes() -> list[tuple[Any, Callable[..., Members]]]:
             ),
             _read_builtin,
         ),
-        ((staticmethod, classmethod), _read_static),
-        (property, _read_property),
-        (functools.cached_property, _read_cached_property),
+        ((staticmethod, classmethod), _reading("__func__")),
+        (property, _reading("fget", "fset", "fdel")),
+        (functools.cached_property, _reading("func")),
         (type, _read_class),
         (types.ModuleType, _read_module_of_python),
         (types.SimpleNamespace, _read_namespace),

@@ -158,8 +158,7 @@ def prove(
             written = stopped.written()
             verdict = Verdict(made, None, resumed_at=resumed_at, failed=_end_of(str(error)), written=written)
         else:
-            read = (read_before(each, stopped) for each in (one, other))
-            verdict = _verdict(next(read), next(read), stopped, made, options, left_out)
+            verdict = _verdict(read_before(one, stopped), read_before(other, stopped), stopped, made, options, left_out)
         return verdict._replace(kills=kills, epoch_items=epoch_items)
 
     def read_before(uninterrupted: Training, stopped: Training) -> Training:

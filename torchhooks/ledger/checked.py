@@ -166,6 +166,8 @@ class Cut(SessionRunHook):
         moment, nodes = self._walker.read(held, run, is_first=not self._seen.runs)
         set_random_states(states)  # a state_dict() of the user may draw
         if self._is_chief:
+            if session.ranks.size > 1:
+                moment = moment._replace(unseen=[*moment.unseen, "what ranks other than 0 hold"])
             append(self._plan.walk, moment, nodes)
         Cut._walk_secs += time.perf_counter() - started
 

@@ -176,7 +176,6 @@ class Walks(NamedTuple):
 
 class _Changed(NamedTuple):
     suspect: Suspect
-    found: Differing | None
     rank: tuple[int, ...]
     is_carried: bool = False
     is_back: bool = False
@@ -259,7 +258,7 @@ def _changed(
             texts = {saved.get(name) for saved in uninterrupted}
             if name not in changed and len(texts) == 1 and None not in texts and state not in texts:
                 changed.add(name)
-                yield _Changed(Suspect(name, moment.run, is_saved=True), None, (0,))
+                yield _Changed(Suspect(name, moment.run, is_saved=True), (0,))
     moments = walks.stopped.moments
     place = next(number for number, each in enumerate(moments) if each is resumed)
     second = moments[place + 1] if place + 1 < len(moments) and not moments[place + 1].is_first else None
@@ -293,7 +292,7 @@ def _changed(
             len(each.steps),
         )
         is_carried = first != at(nodes, last, each.steps)
-        yield _Changed(suspect, each, rank, is_carried, is_back, second is not None and not is_other_kind)
+        yield _Changed(suspect, rank, is_carried, is_back, second is not None and not is_other_kind)
 
 
 def _is_made_once(walks: Walks, nodes: Mapping[str, Node], each: Differing) -> bool:

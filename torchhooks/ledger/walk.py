@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from torchhooks.common.digests import MOST_VALUES, TooManyValuesError, ValueGraph, atom_text
+from torchhooks.common.digests import MOST_VALUES, TooManyValuesError, ValueGraph, atom_text, digests
 from torchhooks.common.errors import brief
 from torchhooks.common.members import (
     PAIRS,
@@ -193,7 +193,8 @@ class Walker:
             graph = _Graph(held, self._sums)
             item = {id(each) for each in _data_of(held.item)}
             roots = {name: graph.add(_ITEM if id(value) in item else value) for name, value in _roots(held)}
-            states = {name: graph.add(_Whole(state_of(part))) for name, part in held.saved.items() if is_readable(part)}
+            readable = {name: state_of(part) for name, part in held.saved.items() if is_readable(part)}
+            saved = dict(zip(readable, digests(readable.values()), strict=True))
             targets = _names(held.frame, lambda frame: names_set_by_for(frame.f_code))
             dead = _names(held.frame, lambda frame: names_dead_at(frame.f_code, frame.f_lasti))
             hashes = graph.digests()
@@ -205,7 +206,7 @@ class Walker:
             is_first,
             {name: hashes[node] for name, node in roots.items()},
             targets,
-            {name: hashes[node] for name, node in states.items()},
+            saved,
             sorted(graph.unseen),
             dead,
         )
@@ -226,13 +227,6 @@ def _without_collections() -> Iterator[None]:
 
 _ITEM = "the item of the loop"
 """In place of a variable that has the item, or what is directly in it: it is compared with the inputs of the run."""
-
-
-class _Whole:
-    """A value that is read as it is, although checkpoints contain it."""
-
-    def __init__(self, value: object) -> None:
-        self.value = value
 
 
 def _roots(held: Held) -> Iterator[tuple[str, object]]:
@@ -388,10 +382,6 @@ class _Graph(ValueGraph):
         return members
 
     def _members_of(self, value: Any) -> Members:
-        if type(value) is _Whole:
-            return Members("state", (_Opened(value.value),))
-        if type(value) is _Opened:
-            return members_of(value.value)
         members = self._members_of_object(value)
         kind = type(value)
         if (
@@ -529,11 +519,6 @@ class _Graph(ValueGraph):
         if kind != "container" or is_plain:
             return {}
         return {f"[{place}]": child for place, child in enumerate(children)}
-
-
-class _Opened:
-    def __init__(self, value: object) -> None:
-        self.value = value
 
 
 def _reached(start: Iterable[int], leading: Sequence[Sequence[int]]) -> set[int]:
