@@ -442,6 +442,6 @@ def test_a_loop_under_check_records_everything_saves_often_and_ends_its_process(
                 loop.run(inputs)
     assert saver.timer.every_steps == 10
     assert not (tmp_path / "run").exists()
-    (entries,) = (each.entries for each in read_ledgers(plan.ledger))
-    assert [run for _, run in sorted(entries)] == [*range(1, 9)], "two epochs of four items"
+    (written,) = read_ledgers(plan.ledger)
+    assert [entry.run for entry in written] == [*range(1, 9)], "two epochs of four items"
     assert checked.Seen.read(plan.seen) == checked.Seen(1, 8, 2, True, True, 0) == seen

@@ -97,7 +97,7 @@ def flip(tensor: Any, bit: int) -> None:
 
 
 def entries(folder: Path, rank: int = 0) -> list[Entry]:
-    return [*read_ledgers(folder)[rank].entries.values()]
+    return [*read_ledgers(folder)[rank]]
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
@@ -276,12 +276,14 @@ def test_a_resume_that_ends_before_it_has_made_all_of_them_again_says_how_many_i
     assert any("same bits" in text and "(2 runs)" in text for _, text in lines)
 
 
-def test_a_resume_names_the_first_run_that_is_another_one(tmp_path: Path) -> None:
+def test_a_resume_names_the_first_run_that_is_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert call(train, tmp_path, 12, 8).code == -signal.SIGKILL
+    monkeypatch.setattr(sys, "argv", read_ledgers(tmp_path)[0].environments[0]["argv"])
     with log_lines() as lines:
         train(tmp_path, 12, flipped=("parameters", 2, 3))
     (warning,) = [text for level, text in lines if level == "WARNING"]
     assert re.match(r"run 6 \(epoch 1, item 0\) is not what it was before the restart: .*parameters DIFFER", warning)
+    assert "DIFFER: 0.weight. The gradients are the same: look for" in warning
 
 
 def test_runs_that_are_made_again_after_a_recovery_are_compared(tmp_path: Path) -> None:

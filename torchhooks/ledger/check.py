@@ -200,7 +200,7 @@ def _check_first(first: Ended, command: list[str]) -> None:
 
 def _epochs(training: Training) -> dict[tuple[int, int], int | None]:
     """Return the epoch of each run, by the numbers of its loop and of the run in it, in order."""
-    return {key: entry.epoch for key, entry in sorted(read_ledgers(training.ledger)[0].entries.items())}
+    return {(entry.loop, entry.run): entry.epoch for entry in read_ledgers(training.ledger)[0]}
 
 
 def _kills(made: int, epochs: Mapping[tuple[int, int], int | None], more: int) -> list[Kill]:
@@ -272,7 +272,7 @@ def _verdict(
     run = None
     if found.difference is not None:
         entry = found.difference.one  # moments have the numbers of the runs of all loops in one row
-        run = entry.run + sum(loop < entry.loop for loop, _ in expected[0].entries)
+        run = entry.run + sum(len(runs) for loop, runs in expected[0].runs.items() if loop < entry.loop)
     walks = Walks(one.walked(), other.walked(), stopped.walked())
     over, missing = starting_over(walks, options.ignored)
     runs_after_end = stopped.processes[-1].seen.runs if made < stopped.processes[-1].steps else 0

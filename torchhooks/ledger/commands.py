@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from typing import Any
 
 from torchhooks.common.text import json_text, plain, print_error
@@ -18,7 +19,7 @@ def add_commands(commands: Any) -> None:
     command.add_argument("other", help="the folder of another one")
     command.add_argument(
         "--rtol",
-        type=float,
+        type=_tolerance,
         help="compare the numbers that the step returned, up to this relative difference, instead of bits",
     )
     command.set_defaults(call=lambda given: diff(given.one, given.other, given.rtol, given.json))
@@ -45,6 +46,16 @@ def add_commands(commands: Any) -> None:
     )
     command.add_argument("--keep", action="store_true", help="keep the scratch folder, and say where it is")
     command.set_defaults(call=_check)
+
+
+def _tolerance(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a number from 0 on and less than 1, such as 1e-5")
+    return number
 
 
 def _check(given: argparse.Namespace) -> int:

@@ -128,7 +128,9 @@ class LedgerHook(PeriodicHook):
         self._random_at_start = self._random.digests()
         self._drawn: set[str] = set()
         # What an earlier process, or this one before a recovery, wrote of the runs that are made again now.
-        self._earlier, old = self._opened.after(session.total_runs, self._loop) if session.was_restored else ({}, 0)
+        self._earlier, old = {}, 0
+        if session.was_restored:
+            self._earlier, old = self._opened.after(session.total_runs, self._loop, self._process)
         if old and self.writes:
             logger.info(
                 "the ledger has lines of an older format of %s that are made again: nothing is compared with them",
