@@ -286,6 +286,15 @@ def test_a_resume_names_the_first_run_that_is_another_one(tmp_path: Path, monkey
     assert "DIFFER: 0.weight. The gradients are the same: look for" in warning
 
 
+def test_a_resume_with_other_arguments_names_them_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert call(train, tmp_path, 12, 8).code == -signal.SIGKILL
+    monkeypatch.setattr(sys, "argv", [*read_ledgers(tmp_path)[0].environments[0]["argv"], "--lr", "0.2"])
+    with log_lines() as lines:
+        train(tmp_path, 12, flipped=("parameters", 2, 3))
+    (warning,) = [text for level, text in lines if level == "WARNING"]
+    assert "DIFFER: 0.weight. argv: nothing / --lr 0.2. If that is meant to make no difference: the grad" in warning
+
+
 def test_runs_that_are_made_again_after_a_recovery_are_compared(tmp_path: Path) -> None:
     calls = []
 

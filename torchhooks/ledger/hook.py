@@ -28,7 +28,7 @@ from torchhooks.common.text import did_you_mean, installed_version, kind_of, sho
 from torchhooks.common.timers import GivenTimer
 from torchhooks.common.trees import as_snapshot
 from torchhooks.fetches.names import Value, bare_optimizer, named_outputs, parameters_of
-from torchhooks.ledger.comparing import Difference, compare_entries
+from torchhooks.ledger.comparing import Difference, compare_entries, differing_environment
 from torchhooks.ledger.lines import FORMAT, NO_GRADIENT, QUANTITIES, Entry, LedgerFile
 from torchhooks.ledger.parts import is_readable, state_of
 from torchhooks.lifecycle.coordinator import Coordinator
@@ -270,6 +270,8 @@ class LedgerHook(PeriodicHook):
 
     def _warn(self, difference: Difference) -> None:
         entry = difference.other
+        before, now = (self._opened.environment(each.process) for each in (difference.one, entry))
+        difference = difference._replace(environment=differing_environment(before, now))
         where = f" ({entry.place})" if entry.place else ""
         logger.warning(
             "run %d%s is not what it was before the restart: %s. %s",
