@@ -20,6 +20,7 @@ ARGUMENTS = {
     "accelerator": ["--simulated", "--secs", "0.02", "--runs", "4", "--rounds", "1"],
     "autopsy": ["--widths", "8", "--rounds", "1"],
     "checkpoint": ["--megabytes", "12", "--states", "8x2", "--rounds", "1"],
+    "diff_of_ledgers": ["--runs", "20", "200", "--rounds", "1"],
     "gpu": ["--device", "cpu", "--runs", "40", "--rounds", "1"],
     "histograms": ["--elements", "10000", "--rounds", "1"],
     "ledger": ["--runs", "50", "--rounds", "1", "--megabytes", "2"],
