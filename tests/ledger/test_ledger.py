@@ -532,3 +532,29 @@ def test_digests_of_a_device_are_read_back_without_a_wait(tmp_path: Path, capsys
     assert printed(capsys, "diff", tmp_path / "a", tmp_path / "same")[0] == 0
     code, text = printed(capsys, "diff", tmp_path / "a", tmp_path / "b")
     assert (code, "first differs  step 8" in text, "arguments DIFFER" in text) == (1, True, True)
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_gradients_of_a_closure_are_those_that_it_computes(by_name: bool, tmp_path: Path) -> None:
+    """What an earlier run has left is dropped by the closure, and no checkpoint has it."""
+    digests = []
+    for name, left in (("a", 1.0), ("b", 2.0), ("c", None)):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+        model.weight.grad = None if left is None else torch.full_like(model.weight, left)
+
+        def closure(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = model(torch.ones(2, 3)).square().mean()
+            loss.backward()
+            return loss
+
+        def step(optimizer: torch.optim.Optimizer = optimizer, closure: Any = closure) -> Any:
+            return optimizer.step(closure=closure) if by_name else optimizer.step(closure)
+
+        with MonitoredLoop(step, model, optimizer, hooks=[LedgerHook(tmp_path / name, what="gradients")]) as loop:
+            loop.run()
+        digests += [entry.digests["gradients"] for entry in entries(tmp_path / name)]
+    assert digests[0] == digests[1] == digests[2]
+    assert NO_GRADIENT not in digests[0]

@@ -200,11 +200,21 @@ class LedgerHook(PeriodicHook):
             watched += own
             for number, parameter in enumerate(own):
                 names.setdefault(id(parameter), f"{name}[{number}]")
-            self._handles.append(optimizer.register_step_pre_hook(partial(self._note_gradients, start)))
+            self._handles.append(optimizer.register_step_pre_hook(partial(self._before_step, start)))
+            self._handles.append(optimizer.register_step_post_hook(partial(self._after_step, start)))
         self._gradient_names = [names[id(parameter)] for parameter in watched]
 
-    def _note_gradients(self, start: int, optimizer: torch.optim.Optimizer, *_: object) -> None:
+    def _before_step(self, start: int, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Called when ``optimizer`` makes a step: gradients that it does not use are no state."""
+        if _closure(optimizer, args, kwargs) is None:
+            self._note_gradients(start, optimizer)
+
+    def _after_step(self, start: int, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Called after a step: a closure computes the gradients in it, and drops those of the run before."""
+        if _closure(optimizer, args, kwargs) is not None:
+            self._note_gradients(start, optimizer)
+
+    def _note_gradients(self, start: int, optimizer: torch.optim.Optimizer) -> None:
         if self._line is None:
             return  # outside of a run, or in one that is not due
         for place, parameter in enumerate(parameters_of(optimizer), start):
@@ -436,6 +446,11 @@ def _as_json(value: Any) -> float | str:
     except (OverflowError, RuntimeError):  # an integer beyond 1.8e308, or a tensor of a layout without it
         return kind_of(value)
     return number if math.isfinite(number) else str(number)
+
+
+def _closure(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
+    """Return the function that computes the loss again, of the arguments of ``Optimizer.step``."""
+    return next((each for each in args if each is not optimizer), kwargs.get("closure"))
 
 
 def _optimizers(session: Session) -> dict[str, torch.optim.Optimizer]:
