@@ -236,6 +236,9 @@ OVER = Suspect("seen", 3, "5", "0", starts_over=True)
         ({"forgotten": [OVER]}, 1, "and nothing has used it yet"),
         ({"forgotten": [OVER]}, 1, "the same       8 runs: item, outputs"),
         ({"forgotten": [OVER]}, 1, "--ignore 'seen'"),
+        ({"forgotten": [OVER]}, 1, "computes the same bits, but does not keep all that changes, and again when"),
+        ({"lost": ["mean 1.5"], "forgotten": [OVER]}, 1, "does NOT resume exactly, and again when repeated"),
+        ({"connected": ["10.0.0.7:443"]}, 0, "not held back  what the script itself sends to 10.0.0.7:443"),
         (
             {"lost": ["mean 1.5"], "added": ["mean 2.5"]},
             1,
@@ -263,6 +266,16 @@ def test_at_most_four_causes_are_printed() -> None:
     verdict = Verdict(8, SAME, lost=["mean"], suspects=[OVER._replace(name=f"seen{number}") for number in range(6)])
     text = "\n".join(text_of(verdict))
     assert ("seen3" in text, "seen4" in text, "and 2 more" in text) == (True, False, True)
+
+
+def test_many_members_of_one_container_are_one_cause() -> None:
+    names = ["bank[0].next", "bank[1].next", "ema.shadow['a']", "bank[2].next", "ema.shadow['b']", "scale"]
+    suspects = [OVER._replace(name=name, starts_over="ema" not in name) for name in names]
+    text = "\n".join(text_of(Verdict(8, SAME, lost=["mean"], suspects=suspects)))
+    assert "look at        bank: 3 of its members start over, such as [0].next\n" in text
+    assert text.count("bank") == 1
+    assert text.count("ema.shadow['") == 2
+    assert "scale starts over" in text
 
 
 @pytest.mark.parametrize(

@@ -687,3 +687,18 @@ def test_weights_of_a_saved_module_are_a_part_and_other_tensors_are_none() -> No
         copied = {name: each.clone() for name, each in value.items()}
         moment, nodes = read(copied, model)
         assert nodes[moment.roots["value in read()"]].is_part == is_part
+
+
+class Counter:
+    seen = 0
+
+    def count(self) -> None:
+        self.seen += 1
+
+
+@pytest.mark.parametrize("make", [set, frozenset, weakref.WeakSet])
+def test_an_object_in_a_set_is_not_named_again(make: Any) -> None:
+    counter, other = Counter(), Masked()
+    held = make([counter, other])
+    assert changes([[held], counter], lambda each: counter.count()) == {"[1].seen"}
+    assert changes([held, other], lambda each: counter.count()) == {"[0][...].seen"}

@@ -533,6 +533,10 @@ def _read_set(value: Any, label: str) -> Members:
     return members if type(value) is set or type(value) is frozenset else _with_attributes(members, value)
 
 
+def _read_weak_set(value: Any, label: str) -> Members:
+    return Members(label, [*weakref.WeakSet.__iter__(value)], order=UNORDERED)
+
+
 def _read_dict(value: Any, label: str) -> Members:
     items = collections.OrderedDict.items if is_a(type(value), collections.OrderedDict) else dict.items
     pairs = [*items(value)]
@@ -881,6 +885,7 @@ def _readers_of_classes() -> list[tuple[Any, Callable[..., Members]]]:
         ((type(threading.Lock()), type(threading.RLock())), _read_type_only),
         (contextvars.ContextVar, _read_context_variable),
         (weakref.ref, _read_reference),
+        (weakref.WeakSet, _read_weak_set),
         (
             (
                 *(types.FrameType, types.TracebackType, types.GetSetDescriptorType, torch.utils.hooks.RemovableHandle),

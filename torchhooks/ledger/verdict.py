@@ -30,6 +30,7 @@ from torchhooks.ledger.comparing import DIFFERENT, NOT_COMPARABLE, SAME, Compari
 from torchhooks.ledger.walk import RUNNING_FOR, Differing, Moment, Node, Walked, at, differing
 
 _MOST_CAUSES = 4
+_MANY_MEMBERS = 3  # of a container, which are told in one line
 _MODES = (".training", ".requires_grad")
 DATA = frozenset({"item", "arguments"})
 """The quantities that nothing is computed in."""
@@ -108,6 +109,7 @@ class Verdict(NamedTuple):
         unseen: what cannot be seen of the script.
         failed: the error of the script when it was resumed; empty if there was none.
         written: the files that the script itself opens for writing.
+        connected: the other machines to which it opens connections.
         epoch_items: how many items an epoch was limited to; 0 if it was not.
         data_only: whether the data differ and nothing that is computed from them.
         is_deterministic: whether two uninterrupted ones are the same.
@@ -127,6 +129,7 @@ class Verdict(NamedTuple):
     unseen: Sequence[str] = ()
     failed: str = ""
     written: Sequence[str] = ()
+    connected: Sequence[str] = ()
     epoch_items: int = 0
     data_only: bool = False
     is_deterministic: bool = True
@@ -339,6 +342,9 @@ def text_of(verdict: Verdict) -> list[str]:
         lines.append(_line("not seen", shortened([RUNNING_FOR, *verdict.unseen], 6)))
     if verdict.written:
         lines.append(_line("not moved", f"files that the script itself writes: {shortened([*verdict.written], 4)}"))
+    if verdict.connected:
+        machines = shortened([*verdict.connected], 4)
+        lines.append(_line("not held back", f"what the script itself sends to {machines}"))
     return lines
 
 
@@ -359,7 +365,9 @@ def _main_lines(verdict: Verdict) -> Iterator[str]:
         yield "a difference did not come again, so the script is not deterministic, and nothing can be said: it was"
         yield from _report(verdict)
     else:
-        yield "does NOT resume exactly, and again when repeated:"
+        not_kept = "computes the same bits, but does not keep all that changes"
+        what = not_kept if verdict.is_computed_same else "does NOT resume exactly"
+        yield f"{what}, and again when repeated:"
         yield from _report(verdict)
 
 
@@ -400,10 +408,28 @@ def _report(verdict: Verdict) -> Iterator[str]:
 
 
 def _listed(heading: str, suspects: Sequence[Suspect], more: str = "") -> Iterator[str]:
-    for number, each in enumerate(suspects[:_MOST_CAUSES]):
-        yield _line("" if number else heading, f"{each}{f', and {more} yet' if more else ''}")
-    if len(suspects) > _MOST_CAUSES:
-        yield _line("", f"and {len(suspects) - _MOST_CAUSES} more")
+    texts = _grouped(suspects)
+    for number, text in enumerate(texts[:_MOST_CAUSES]):
+        yield _line("" if number else heading, f"{text}{f', and {more} yet' if more else ''}")
+    if len(texts) > _MOST_CAUSES:
+        yield _line("", f"and {len(texts) - _MOST_CAUSES} more")
+
+
+def _grouped(suspects: Sequence[Suspect]) -> list[str]:
+    """Return what is said of ``suspects``: of many members of one container, once."""
+    members: dict[str, list[Suspect]] = {}
+    for each in suspects:
+        members.setdefault(each.name.partition("[")[0], []).append(each)
+    texts: dict[str, None] = {}
+    for each in suspects:
+        container, _, rest = each.name.partition("[")
+        alike = members[container]
+        if not rest or len(alike) < _MANY_MEMBERS:
+            texts[str(each)] = None
+            continue
+        what = "start over" if all(member.starts_over for member in alike) else "are other ones"
+        texts[f"{container}: {len(alike)} of its members {what}, such as [{alike[0].name.partition('[')[2]}"] = None
+    return [*texts]
 
 
 def _line(heading: str, text: str) -> str:
@@ -430,5 +456,6 @@ def as_plain(verdict: Verdict) -> dict[str, Any]:
         "not_seen": [RUNNING_FOR, *verdict.unseen],
         "data_only": verdict.data_only,
         "files_written": verdict.written,
+        "connected_to": verdict.connected,
         "comparison": None if verdict.comparison is None else comparing.as_plain(verdict.comparison),
     }

@@ -28,6 +28,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -67,7 +68,7 @@ _NUMBERS = (bool, int, float, complex, type(None), np.number, np.bool_)
 _TEXTS = (str, bytes, pathlib.PurePath)
 _ARRAYS = (torch.Tensor, np.ndarray)
 _CONTAINERS: tuple[type, ...] = (
-    *(list, tuple, dict, set, frozenset, deque, bytearray, UserDict, UserList, queue.Queue),
+    *(list, tuple, dict, set, frozenset, deque, bytearray, UserDict, UserList, queue.Queue, WeakSet),
     *(type({}.keys()), type({}.values()), type({}.items())),
 )
 _IN_ORDER = (list, tuple, deque)
@@ -509,8 +510,14 @@ class _Graph(ValueGraph):
         # A state is long. Of an object of the script, its attributes are named.
         is_whole = is_a(type(value), *_WHOLE) or not (is_users_class(type(value)) or type(value) is Variables)
         is_long = is_plain and len(children) > _MOST_EDGES
-        if order == UNORDERED or kind in _WITHOUT_EDGES or is_long or (kind == "part" and is_whole):
+        if kind in _WITHOUT_EDGES or is_long or (kind == "part" and is_whole):
             return {}
+        if order == UNORDERED:
+            # An object in a set has no place there. If it is the only one of its type, it is the same one later.
+            named = [name_of(type(self._objects[child])) for child in children]
+            return {
+                f"[...{name}]": child for name, child in zip(named, children, strict=True) if named.count(name) == 1
+            }
         if order == PAIRS:
             pairs = zip(children[::2], children[1::2], strict=True)
             return {f"[{self._text(key) or '...' + hashes[key]}]": each for key, each in pairs}
