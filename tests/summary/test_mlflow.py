@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from torchhooks import MlflowWriter, MonitoredLoop, SummarySaverHook, summary
+from torchhooks.common.files import PLACES
 
 # MLflow takes seconds to import, and its dependencies warn.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -204,3 +205,17 @@ def test_without_mlflow_the_error_says_how_to_install_it(monkeypatch: pytest.Mon
 def test_an_mlflow_writer_needs_either_a_folder_or_a_run_id(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="give exactly one of folder and run_id"):
         MlflowWriter(**arguments)
+
+
+def test_under_check_nothing_is_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PLACES, str(tmp_path / "scratch"))
+    monkeypatch.setattr(mlflow, "MlflowClient", None)
+    for writer in (MlflowWriter(tmp_path / "run", tracking_uri="http://192.0.2.1"), MlflowWriter(run_id="of a server")):
+        hook = SummarySaverHook(1, summary_writer=writer, summary_op={"loss": "loss"})
+        with writer, MonitoredLoop(lambda: {"loss": 0.5}, hooks=[hook], metadata={"lr": 0.1}) as loop:
+            loop.run()
+            writer.add_image("image", np.zeros((3, 2, 2), np.uint8), 1)
+            writer.add_text("text", "words", 1)
+            writer.add_figure("figure", None, 1)
+            writer.flush()
+    assert not [*tmp_path.iterdir()]

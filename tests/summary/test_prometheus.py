@@ -8,12 +8,14 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import pytest
 import torch
 from support.packages import import_or_skip
 
 from torchhooks import MonitoredLoop, PrometheusWriter, StopAtStepHook, SummarySaverHook
+from torchhooks.common.files import PLACES
 
 
 @pytest.fixture(autouse=True)
@@ -106,3 +108,15 @@ def test_without_prometheus_client_the_error_says_what_to_install(monkeypatch: p
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(ImportError, match=r"pip install torchhooks\[prometheus\], or pip install prometheus_client"):
         PrometheusWriter(0)
+
+
+def test_under_check_the_port_of_the_real_training_run_stays_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PLACES, str(tmp_path))
+    with socket.socket() as real:
+        real.bind(("127.0.0.1", 0))
+        real.listen()
+        with PrometheusWriter(real.getsockname()[1]) as writer:
+            writer.add_scalar("loss", 0.5, 1)
+            assert scrape(writer.port)["torchhooks_loss"][0] == 0.5

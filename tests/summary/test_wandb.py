@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from torchhooks import MonitoredLoop, SummarySaverHook, WandbWriter, summary
+from torchhooks.common.files import PLACES
 from torchhooks.summary.histograms import as_histogram, count
 
 NEEDED_SECS = 60  # on a machine that does other things as well
@@ -210,3 +211,12 @@ def test_without_wandb_the_error_says_how_to_install_it(monkeypatch: pytest.Monk
 def test_a_wandb_writer_needs_either_a_folder_or_only_a_run(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="give a folder and arguments of wandb"):
         WandbWriter(**arguments)
+
+
+@pytest.mark.slow
+def test_under_check_nothing_is_sent_or_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PLACES, str(tmp_path / "scratch"))
+    with WandbWriter(tmp_path / "run", project="mnist", mode="online") as writer:
+        writer.add_scalar("loss", 0.5, 1)
+        assert writer.start_run().disabled
+    assert not (tmp_path / "run").exists()

@@ -24,6 +24,14 @@ PLACES = "TORCHHOOKS_PLACES"
 CHECK_PLAN = "TORCHHOOKS_CHECK"
 """The environment variable by which it names the file that says what happens in this process."""
 
+placed: set[str] = set()
+"""The paths that :func:`place` has moved in this process."""
+
+
+def is_checked() -> bool:
+    """Return whether the script runs under ``check``, so that nothing may leave this machine."""
+    return bool(os.environ.get(PLACES))
+
 
 def place(path: str | os.PathLike[str]) -> str:
     """Return where a path of a training run is: unchanged, but under ``check`` in its scratch folder.
@@ -35,7 +43,10 @@ def place(path: str | os.PathLike[str]) -> str:
         return given
     whole = os.path.abspath(given)
     inside = os.path.join(scratch, "")
-    return given if whole.startswith(inside) else inside + whole.lstrip(os.sep)
+    if whole.startswith(inside):
+        return given
+    placed.add(whole)
+    return inside + whole.lstrip(os.sep)
 
 
 def write_all(file: io.FileIO, data: bytes) -> None:

@@ -72,6 +72,7 @@ class MirrorHook(StandardHook):
     """
 
     brings_checkpoints = True
+    leaves_machine = True
 
     def __init__(
         self,

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from torchhooks.common.checks import import_optional
+from torchhooks.common.files import is_checked, place
 from torchhooks.common.log import logger
 from torchhooks.common.text import flat_config
 from torchhooks.summary import operations as summary
@@ -33,8 +34,8 @@ class MlflowWriter(SummaryWriter):
     ...         for inputs in loop.until_stop(batches):
     ...             loss = loop.run(inputs)
 
-    Points of steps that are repeated after a restore are written twice. See
-    :doc:`W&B and MLflow </logging-and-trackers>`.
+    Points of steps that are repeated after a restore are written twice. Under ``python -m torchhooks check``, nothing
+    is written. See :doc:`W&B and MLflow </logging-and-trackers>`.
 
     Args:
         folder: a folder whose file ``mlflow-run-id`` holds the id of the run, which the next writer with this folder
@@ -48,6 +49,10 @@ class MlflowWriter(SummaryWriter):
         ImportError: mlflow is not installed.
         ValueError: not exactly one of ``folder`` and ``run_id`` is given.
     """
+
+    def __new__(cls, *args: object, **keywords: object) -> Any:
+        # The server may be another machine, and must not get the runs of a script that is only checked.
+        return super().__new__(_Unsent if is_checked() else cls)
 
     def __init__(
         self,
@@ -133,6 +138,22 @@ class MlflowWriter(SummaryWriter):
         return run_id
 
 
+class _Unsent(SummaryWriter):
+    """Takes the place of a writer that would send what it is given to another machine."""
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        pass
+
+    def add_image(self, tag: str, image: np.ndarray, step: int) -> None:
+        pass
+
+    def add_figure(self, tag: str, figure: object, step: int) -> None:
+        pass
+
+    def add_text(self, tag: str, text: str, step: int) -> None:
+        pass
+
+
 def _allowed(tag: str) -> str:
     return re.sub(r"[^/\w.\- ]", "_", tag)
 
@@ -168,6 +189,9 @@ class WandbWriter(SummaryWriter):
             raise ValueError("WandbWriter: give a folder and arguments of wandb.init, or only a run")
         self._wandb = import_optional("wandb", "wandb")
         self._folder, self._given_run, self._init = folder, run, init
+        if is_checked():
+            self._folder = None if folder is None else place(folder)
+            self._init = init | {"mode": "disabled"}
         self._run: Any = None
 
     def start_run(self) -> Any:
@@ -267,6 +291,8 @@ class PrometheusWriter(SummaryWriter):
         self._labels = {"run": run, "rank": str(rank)}
         self._gauges: dict[str, Any] = {}
         self._step, self._time = self._new_gauge("step"), self._new_gauge("time_seconds")
+        if is_checked():  # the port may be that of the real training run
+            port, addr = 0, "127.0.0.1"
         self._addr = addr
         self._server: Any = None
         self.port: int = port
