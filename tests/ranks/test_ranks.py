@@ -25,7 +25,17 @@ import pytest
 import torch
 import torch.distributed
 from support.rank_processes import run_ranks
-from support.rank_threads import Hub, Periodic, Recorder, Schedule, ThreadRanks, ThreadTransport, check, in_threads
+from support.rank_threads import (
+    Hub,
+    Periodic,
+    Recorder,
+    Schedule,
+    ThreadRanks,
+    ThreadTransport,
+    check,
+    in_threads,
+    threads_end,
+)
 from support.waiting import wait_until
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -1547,7 +1557,8 @@ def test_a_stuck_rank_ends_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
         with MonitoredLoop(step, ranks=ranks) as loop:
             loop.run()
 
-    in_threads(2, main, stuck_secs=0.01)
+    with threads_end():
+        in_threads(2, main, stuck_secs=0.01)
     assert reasons == [
         "rank 1 failed in run 1: ValueError: boom. The training thread has not come back for 0.01 s from a call"
     ]
@@ -1581,7 +1592,8 @@ def test_the_time_without_an_answer_counts_for_a_stuck_rank(monkeypatch: pytest.
         with MonitoredLoop(lambda: ended.wait(60), ranks=ranks) as loop:  # as a collective that never returns
             loop.run()
 
-    in_threads(2, main, stuck_secs=50)
+    with threads_end():  # that of the other rank may come to end_process later
+        in_threads(2, main, stuck_secs=50)
     assert ended.is_set()
     assert all(reason.endswith("not come back for 50 s from a call") for reason in reasons)
 
@@ -1609,7 +1621,8 @@ def test_a_rank_that_does_not_come_back_between_epochs_is_reported_and_not_ended
                 is_out.set()
                 assert reported.wait(60)  # a long evaluation
 
-    error, _ = in_threads(2, main, stuck_secs=0.01)
+    with threads_end():
+        error, _ = in_threads(2, main, stuck_secs=0.01)
     assert isinstance(error, PeerError)
     (text,) = [text for level, text in lines if level == "CRITICAL"]
     assert text.startswith(

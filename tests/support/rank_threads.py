@@ -205,6 +205,18 @@ def in_threads(size: int, main: Callable[[ThreadRanks, Hub], Any], **periods: fl
 
 
 @contextlib.contextmanager
+def threads_end() -> Iterator[None]:
+    """Wait at the end of the block for all threads that were started in it, such as those that talk to other ranks.
+
+    For a test that replaces what such a thread may call after the rank itself has ended.
+    """
+    before = {*threading.enumerate()}
+    yield
+    for thread in {*threading.enumerate()} - before:
+        thread.join(60)
+
+
+@contextlib.contextmanager
 def _torch_modes_put_back() -> Iterator[None]:
     """Put back the flags by which torch knows, for the whole process, that a dispatch mode is on.
 
