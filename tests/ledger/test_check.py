@@ -9,23 +9,30 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
+import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from support import simulated
 from support.examples import shared
 from support.forks import check_in_a_process, use_forks
+from support.processes import call
 from support.schemas import answer
 from torch import nn
 
-from torchhooks import CheckpointSaverHook, MonitoredLoop
+from torchhooks import CheckpointSaverHook, MirrorHook, MonitoredLoop
 from torchhooks.__main__ import main
 from torchhooks.common.files import CHECK_PLAN, PLACES
 from torchhooks.data import cursor
-from torchhooks.ledger import checked, processes
-from torchhooks.ledger.check import CheckError, Options, prove
+from torchhooks.ledger import checked, keeper, processes
+from torchhooks.ledger.check import Options, _has_date, prove
+from torchhooks.ledger.keeper import CheckError, Keeper
 from torchhooks.ledger.lines import read_ledgers
 from torchhooks.ledger.verdict import Verdict, text_of
 from torchhooks.ledger.walk import Walker
@@ -173,8 +180,8 @@ def verdict_of(
     scratch = folder / "scratch"
     scratch.mkdir()
     of_script = ["--defect", defect, *(f"--{name}={value}" for name, value in options.items())]
-    command = [sys.executable, "train.py", *of_script]
-    verdict = prove(command, str(scratch), Options(steps, epoch_items, kills, ignored=ignored))
+    with Keeper(str(scratch)) as keeper:
+        verdict = prove(["train.py", *of_script], keeper, Options(steps, epoch_items, kills, ignored=ignored))
     assert {path.name for path in folder.iterdir()} <= {"train.py", "scratch", "log.csv", "model.pt"}, (
         "nothing of the loop is here"
     )
@@ -260,7 +267,7 @@ def test_what_a_script_may_do_is_no_difference(way: str, tmp_path: Path) -> None
 @slow
 @pytest.mark.usefixtures("forks")
 def test_a_process_that_the_script_leaves_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "_LEFT_SECS", 0.05)
+    monkeypatch.setattr(keeper, "_LEFT_SECS", 0.05)
     read, write = os.pipe()
     try:
         verdict_of(tmp_path, "leaves a process", steps=10)
@@ -373,24 +380,34 @@ def test_a_script_whose_variables_take_long_is_read_in_fewer_places(
     }
 
 
-@pytest.mark.release
-def test_the_command_prints_a_verdict_for_people_or_for_a_program(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@slow
+def test_the_command_prints_a_verdict_for_people_or_for_a_program(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    monkeypatch.chdir(tmp_path)
-    assert main(["check", "train.py", "--steps", "12", "--keep", "--", "--defect", "scale"]) == 1
-    output, errors = capsys.readouterr()
+    code, output = call(run_main, tmp_path, "check", "train.py", "--steps", "12", "--keep", "--", "--defect", "scale")
+    assert code == 1
     assert "does NOT resume exactly, and again when repeated:" in output
     assert "look at        scale starts over: 1.0 after the resume, 0." in output
-    kept = Path(errors.split()[-1])
+    first, *others = output.splitlines()
+    kept = Path(first.split()[-1])
     assert (kept / "interrupted" / "places").is_dir()
     shutil.rmtree(kept)
-    assert main(["check", "train.py", "--steps", "12", "--json"]) == 0
-    assert answer("check", capsys.readouterr().out)["exact"] is True
-    assert main(["check", "train.py", "--steps", "1", "--json"]) == 2
-    assert "must be 10 or more" in answer("check", capsys.readouterr().out)["error"]
+    started = [line for line in others if re.fullmatch(r" ?\d+  \S.* \d+\.\d s", line)]
+    assert re.search(rf"(?m)^train.py was started {len(started)} times, in \d+\.\d s$", output)
+    assert re.search(r"about \d+ more, \d+ s in all", output)
+    code, output = call(run_main, tmp_path, "check", "train.py", "--steps", "12", "--json")
+    assert (code, answer("check", output[output.index("{") :])["exact"]) == (0, True)
+    code, output = call(run_main, tmp_path, "check", "train.py", "--steps", "1", "--json")
+    assert (code, "must be 10 or more" in answer("check", output[output.index("{") :])["error"]) == (2, True)
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+def run_main(folder: Path, *arguments: str) -> None:
+    """Call the command in a process that has no more than the command has."""
+    warnings.resetwarnings()
+    os.chdir(folder)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        use_forks(monkeypatch)
+        sys.exit(main(arguments))
 
 
 @pytest.mark.parametrize(
@@ -399,12 +416,14 @@ def test_the_command_prints_a_verdict_for_people_or_for_a_program(
 def test_a_command_that_a_signal_ends_leaves_nothing(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def start(training: processes.Training, steps: int) -> None:
+    def start(training: processes.Training, steps: int, line: str) -> None:
         Path(training.folder).mkdir()
         os.kill(os.getpid(), number)
 
     monkeypatch.setattr(processes.Training, "start", start)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(SCRIPT)
     default = signal.default_int_handler if number is signal.SIGINT else signal.SIG_DFL
     before = signal.signal(number, default)  # a process in the background may ignore it
     try:
@@ -421,7 +440,9 @@ def test_a_loop_under_check_records_everything_saves_often_and_ends_its_process(
 ) -> None:
     """What happens in the processes of the script, here without one of its own."""
     ledger, seen_file, walk = (str(tmp_path / "places" / name) for name in ("ledger", "seen", "walk"))
-    plan = checked.ProcessPlan(ledger, 100, seen_file, walk, kill_after=3, kill_by=0, depth=2, epoch_items=4)
+    plan = checked.ProcessPlan(
+        ledger, 100, seen_file, walk, kill_after=3, kill_by=0, depth=2, epoch_items=4, places=str(tmp_path / "places")
+    )
     (tmp_path / "places").mkdir()
     plan.write(str(tmp_path / "plan"))
     monkeypatch.setenv(CHECK_PLAN, str(tmp_path / "plan"))
@@ -433,10 +454,13 @@ def test_a_loop_under_check_records_everything_saves_often_and_ends_its_process(
     monkeypatch.setattr(checked.Cut, "_walk_secs", 0.0)
     monkeypatch.setattr("torchhooks.ledger.walk.sys", SimpleNamespace(modules={}))  # this process has all tests
     monkeypatch.setattr(checked.Cut, "_walker", Walker())
+    monkeypatch.setattr(checked, "placed", files := {"/another/run"})
+    monkeypatch.setattr("torchhooks.common.files.placed", files)
     monkeypatch.setattr(cursor, "short_epochs", None)
     model = nn.Linear(1, 1)
     saver = CheckpointSaverHook(tmp_path / "run", every_n_steps=1000)
-    with MonitoredLoop(model, model, hooks=[saver], checkpoint_dir=tmp_path / "run") as loop:
+    far = MirrorHook(url="memory://another-machine/run")
+    with MonitoredLoop(model, model, hooks=[saver, far], checkpoint_dir=tmp_path / "run") as loop:
         for _ in loop.until_stop(range(2)):
             for inputs in loop.until_stop(list(torch.ones(6, 1))):
                 loop.run(inputs)
@@ -444,4 +468,258 @@ def test_a_loop_under_check_records_everything_saves_often_and_ends_its_process(
     assert not (tmp_path / "run").exists()
     (written,) = read_ledgers(plan.ledger)
     assert [entry.run for entry in written] == [*range(1, 9)], "two epochs of four items"
-    assert checked.Seen.read(plan.seen) == checked.Seen(1, 8, 2, True, True, 0) == seen
+    assert not memory_files("another-machine")
+    folders = ["/another/run", str(tmp_path / "run")]
+    expected = checked.Seen(1, 8, 2, True, True, 0, folders, folders[1:], os.getpid())
+    assert 0 < seen.secs < time.time()
+    assert replace(checked.Seen.read(plan.seen), secs=0.0) == replace(seen, secs=0.0) == expected
+
+
+def memory_files(bucket: str) -> list[str]:
+    memory = pytest.importorskip("fsspec").filesystem("memory")
+    return [*memory.find(f"/{bucket}")]
+
+
+# -- scripts of other styles ------------------------------------------------------------------------------------------
+
+TRAINING = """
+import torch
+from torchhooks import CheckpointSaverHook, LoggingTensorHook, MonitoredLoop
+torch.manual_seed(0)
+device = globals().get("device", "cpu")
+examples = torch.randn(40, 4).to(device)
+model = torch.nn.Linear(4, 1).to(device)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+def step(inputs):
+    optimizer.zero_grad()
+    loss = (model(inputs) * model(inputs)).mean()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+def train(folder="run", at_end_of_epoch=lambda epoch: None, hooks=()):
+    hooks = [CheckpointSaverHook(every_n_steps=4), *hooks]
+    with MonitoredLoop(step, model, optimizer, hooks=hooks, checkpoint_dir=folder) as loop:
+        for epoch in loop.until_stop(range(4)):
+            for number in loop.until_stop(range(5)):
+                loop.run(examples[8 * number : 8 * number + 8])
+            at_end_of_epoch(epoch)
+"""
+
+RANKS = """
+import os, socket, sys
+import torch
+from torchhooks import CheckpointSaverHook, MonitoredLoop
+
+def work(rank, port):
+    if "apart" not in sys.argv:
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    def step(inputs):
+        optimizer.zero_grad()
+        loss = model(inputs).square().mean()
+        loss.backward()
+        if "apart" not in sys.argv:
+            for parameter in model.parameters():
+                torch.distributed.all_reduce(parameter.grad)
+        optimizer.step()
+        return loss
+    folder = f"run{rank}" if "apart" in sys.argv else "run"
+    hooks = [CheckpointSaverHook(every_n_steps=4)]
+    signals = ["SIGTERM"] if "saves" in sys.argv else []
+    with MonitoredLoop(step, model, optimizer, hooks=hooks, checkpoint_dir=folder, signals=signals) as loop:
+        for epoch in loop.until_stop(range(3)):
+            for inputs in loop.until_stop(list(torch.arange(20.0).reshape(5, 1, 4) / 20 + rank)):
+                loop.run(inputs)
+
+if __name__ == "__main__":
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.start_processes(work, (port,), nprocs=2, start_method="fork")
+    print("all ranks have ended")
+"""
+
+
+def check_script(folder: Path, text: str, *arguments: str, steps: int = 12, **options: Any) -> Verdict:
+    """Return the verdict on the script ``text``, or on the end of one that begins with TRAINING."""
+    (folder / "train.py").write_text(text)
+    (folder / "scratch").mkdir()
+    with Keeper(str(folder / "scratch")) as keeper:
+        return prove(["train.py", *arguments], keeper, Options(steps, **options))
+
+
+@slow
+@pytest.mark.usefixtures("forks")
+@pytest.mark.parametrize("way", shared(["", "saves"], 1))
+def test_a_script_that_starts_its_ranks_is_checked_as_one_of_torchrun(way: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(RANKS)
+    found = check_in_a_process(tmp_path, 12, "train.py", way)
+    assert (found["exact"], found["comparison"]["ranks"], found["comparison"]["runs"]) == (True, 2, 24), found["text"]
+    assert found["resumed_at"][:3] != [0, 0, 0]
+
+
+@slow
+@pytest.mark.usefixtures("forks")
+def test_processes_that_are_no_ranks_are_refused_with_a_word_of_torchrun(tmp_path: Path) -> None:
+    with pytest.raises(CheckError, match=r"several processes that are no ranks of one process group.*torchrun"):
+        check_script(tmp_path, RANKS, "apart")
+
+
+@slow
+@pytest.mark.usefixtures("forks")
+def test_a_script_finds_its_checkpoints_where_they_are_placed(tmp_path: Path) -> None:
+    """It lists its folder, reads and writes there, and a real training run has left something of that name."""
+    (tmp_path / "run").mkdir()
+    for name in ("model.ckpt-90", "config.txt"):
+        (tmp_path / "run" / name).write_text("real")
+    verdict = check_script(
+        tmp_path,
+        TRAINING
+        + """
+import glob, os, pathlib, shutil
+found = sorted(glob.glob("run/model.ckpt-*"))
+print(len(found), "run/model.ckpt-90" in found)
+assert open("run/config.txt").read() == "real"
+os.makedirs("run", exist_ok=True)
+
+def look(epoch):
+    torch.save(model.state_dict(), "run/best.pt")
+    torch.load("run/best.pt")
+    pathlib.Path("run/epoch.txt").write_text(str(epoch))
+    os.makedirs("run/a/b")
+    os.replace("run/epoch.txt", "run/a/epoch.txt")
+    shutil.rmtree("run/a")
+    newest = max(os.listdir("run"), key=lambda name: int(name.rpartition("-")[2]) if "ckpt-" in name else 0)
+    print("epoch", epoch, newest, pathlib.Path("run", newest).exists(), len([*os.scandir("run")]) > 1)
+
+train(at_end_of_epoch=look)
+""",
+    )
+    assert verdict.is_exact, printed(verdict)
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"model.ckpt-90", "config.txt"}
+    assert not verdict.written
+    output = (tmp_path / "scratch/placed/1-0.out").read_text()
+    assert output.startswith("0 False\nepoch 0 model.ckpt-4 True True\nepoch 1 model.ckpt-9 True True\n")
+
+
+@slow
+@pytest.mark.usefixtures("forks")
+def test_values_on_their_way_from_a_device_are_waited_for(tmp_path: Path) -> None:
+    simulated.needs_compiler()
+    begin = f"import sys; sys.path.insert(0, {str(Path(simulated.__file__).parent.parent)!r})\n"
+    begin += "from support import simulated; simulated.register(); device = 'simulated'\n"
+    (tmp_path / "train.py").write_text(begin + TRAINING + "train(hooks=[LoggingTensorHook(['loss'], 1)])")
+    found = check_in_a_process(tmp_path, 12, "train.py")
+    assert found["exact"], found["text"]
+    assert found["comparison"]["runs"] == 12
+    lines = (tmp_path / "scratch/one/1-0.err").read_text()
+    assert lines.count("loss = ") == 12, "what a hook says of the last run has arrived too"
+
+
+@slow
+@pytest.mark.usefixtures("forks")
+def test_a_script_that_stands_still_is_ended_and_its_place_is_named(tmp_path: Path) -> None:
+    end = """
+import threading
+lock = threading.Lock()
+def load(epoch):
+    if epoch == 1:
+        lock.acquire(); lock.acquire()
+train(at_end_of_epoch=load)
+"""
+    line = (TRAINING + end).splitlines().index("        lock.acquire(); lock.acquire()") + 1
+    message = f"train.py has not ended within 2 s, and made 10 runs: it stands at line {line} of train.py (load)"
+    with pytest.raises(CheckError, match=re.escape(message)):
+        check_script(tmp_path, TRAINING + end, steps=20, timeout=2.0)
+
+
+@slow
+@pytest.mark.usefixtures("forks")
+def test_a_script_that_stands_still_when_it_is_resumed_does_not_resume_exactly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchhooks.ledger.check._LEAST_TIMEOUT", 2.0)
+    monkeypatch.setattr("torchhooks.ledger.check._SLOWER", 0)
+    end = "import os, time\nif os.path.exists('run'):\n    time.sleep(600)\ntrain()"
+    verdict = check_script(tmp_path, TRAINING + end, steps=10)
+    assert (verdict.status, verdict.was_reproduced) == (1, True)
+    assert re.match(r"TimeoutError: after 2 s, it stands at line \d+ of train.py \(<module>\)", verdict.failed)
+
+
+@slow
+@pytest.mark.usefixtures("forks")
+def test_a_folder_with_the_time_in_its_name_is_said(tmp_path: Path) -> None:
+    end = "import time\ntrain(f'run-{time.time()}')"
+    with pytest.raises(CheckError, match=r"the name of the checkpoint folder has the date or time in it, .*/run-"):
+        check_script(tmp_path, TRAINING + end)
+
+
+@slow
+@pytest.mark.usefixtures("forks")
+def test_the_date_in_the_name_of_a_folder_is_a_note_and_so_is_another_machine(tmp_path: Path) -> None:
+    end = """
+import datetime, socket
+try:
+    socket.create_connection(("192.0.2.1", 9), timeout=0.01)  # an address for documentation
+except OSError:
+    pass
+train(f"run-{datetime.date.today()}")
+"""
+    verdict = check_script(tmp_path, TRAINING + end)
+    assert verdict.is_exact
+    assert re.search(r"note +the date or time is in the name of /.*/run-2\d\d\d-\d\d-\d\d: ", printed(verdict))
+    assert "not held back  what the script itself sends to 192.0.2.1:9" in printed(verdict)
+
+
+@pytest.mark.parametrize(
+    ("name", "has_date"),
+    [
+        ("run-%Y-%m-%d_%H-%M-%S", True),
+        ("%Y%m%d%H%M%S", True),
+        ("runs/%b%d_node7", True),
+        ("run", False),
+        ("run-2001-01-01", False),
+        ("run-%Y", False),
+    ],
+)
+def test_a_date_in_a_path_is_known(name: str, has_date: bool) -> None:
+    assert _has_date(time.strftime(name)) == has_date
+
+
+@pytest.mark.parametrize("chosen", ["0", None])
+def test_a_hash_seed_that_the_user_has_set_stays(
+    chosen: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds: list[str | None] = []
+
+    def start(training: processes.Training, steps: int, line: str) -> processes.Ended:
+        seeds.append(training.hash_seed)
+        if len(seeds) == 2:
+            raise CheckError("that is all")
+        seen = checked.Seen(1, 12, 1, True, True)
+        training.processes.append(processes.Ended(0, [], "", seen, steps, 1.0, ""))
+        os.makedirs(os.path.join(training.ledger, "ledger"))
+        Path(training.ledger, "ledger", "rank-0.jsonl").write_text(
+            '{"ledger": 2}\n{"loop": 1, "run": 1, "step": 1, "epoch": 0, "batch": 0, "process": 1, "format": 2}\n'
+        )
+        return training.processes[0]
+
+    monkeypatch.setattr(processes.Training, "start", start)
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("PYTHONHASHSEED", chosen)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckError, match="that is all"):
+        check_script(tmp_path, TRAINING)
+    assert seeds == [None, chosen or "1"]
+
+
+@pytest.mark.parametrize("arguments", [["check"], ["check", "train.py", "-m", "train"], ["check", "missing.py"]])
+def test_a_script_or_a_module_is_needed(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    assert re.search("give a script, or -m and the name of a module", capsys.readouterr().err)

@@ -6,7 +6,6 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +17,7 @@ from support.schemas import answer
 from torchhooks.common.text import json_text
 from torchhooks.ledger import processes
 from torchhooks.ledger.check import Options, prove
+from torchhooks.ledger.keeper import Keeper
 from torchhooks.ledger.verdict import as_plain, text_of
 
 
@@ -34,23 +34,10 @@ def forget_tests(monkeypatch: pytest.MonkeyPatch, but: str = "") -> None:
 def use_forks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run every process of a script as a fork of this one. So a set has the same order in all of them."""
 
-    def fork(command: list[str], variables: dict[str, str], outputs: str, ranks: int) -> tuple[int, int]:
-        def of_rank(rank: int) -> int:
-            own = {**variables, **environments[rank]}
-            return processes.run_in_fork(command, own, f"{outputs}{rank}", f"{outputs}{rank}.written")
-
-        environments = processes.environments_of_ranks(ranks)
-        if ranks == 1:
-            return of_rank(0), 0
-        with ThreadPoolExecutor(ranks) as pool:
-            codes = [*pool.map(of_rank, range(ranks))]
-        failed = next((rank for rank, code in enumerate(codes) if code), 0)
-        return codes[failed], failed
-
     forget_tests(monkeypatch)
     # A walk begins with the script alone, and not with what else this process has imported from the project.
     monkeypatch.setattr("torchhooks.ledger.walk.sys", SimpleNamespace(modules=_MainModule()))
-    monkeypatch.setattr(processes, "run_in_new_processes", fork)
+    monkeypatch.setattr(processes, "become_new", processes.become_fork)
 
 
 class _MainModule(Mapping[str, Any]):
@@ -85,6 +72,7 @@ def _check(folder: Path, options: Options, command: tuple[str, ...], forks: bool
     with pytest.MonkeyPatch.context() as monkeypatch:
         if forks:
             use_forks(monkeypatch)
-        verdict = prove([sys.executable, *command], str(scratch), options, reproduce=False)
+        with Keeper(str(scratch)) as keeper:
+            verdict = prove(command, keeper, options, reproduce=False)
     (folder / "verdict.json").write_text(json_text(as_plain(verdict)))
     (folder / "verdict.txt").write_text("\n".join(text_of(verdict)))

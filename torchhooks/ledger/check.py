@@ -11,14 +11,13 @@ folder in which all that torchhooks writes is placed, and what :mod:`torchhooks.
 
 from __future__ import annotations
 
-import importlib
+import datetime
 import os
 import random
 import re
-import shutil
 import signal
 import sys
-import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,17 +26,15 @@ from typing import NamedTuple
 
 from torchhooks.common.text import json_text, plain, print_error, shortened
 from torchhooks.ledger.comparing import NOT_COMPARABLE, LeftOut, compare_ledgers, differing_parts
+from torchhooks.ledger.keeper import CheckError, Keeper
 from torchhooks.ledger.lines import QUANTITIES, LedgerError, read_ledgers
-from torchhooks.ledger.processes import Ended, Training, can_fork
+from torchhooks.ledger.processes import Ended, Training
 from torchhooks.ledger.verdict import DATA, Kill, Verdict, Walks, as_plain, causes, masked, starting_over, text_of
 
 _LEAST_STEPS = 10
-_IMPORTED_LATE = ("torch._dynamo", "torch.utils.tensorboard")  # by optimizers, and by hooks that write curves
 _MOST_LINES = 12  # of the error of a script
-
-
-class CheckError(Exception):
-    """Nothing can be said of the script, and why."""
+_LEAST_TIMEOUT = 60.0  # seconds for a process that resumes, which may be slower than one that does not
+_SLOWER = 10  # how many times as long it may take
 
 
 class Options(NamedTuple):
@@ -50,6 +47,7 @@ class Options(NamedTuple):
         ranks: in how many processes the script runs.
         ignores_output: whether what the script prints is not compared.
         ignored: the paths of variables that may start over.
+        timeout: how many seconds a process of the script may take.
     """
 
     steps: int = 60
@@ -58,31 +56,37 @@ class Options(NamedTuple):
     ranks: int = 1
     ignores_output: bool = False
     ignored: Sequence[str] = ()
+    timeout: float = 600.0
 
 
-def check(script: str, arguments: Sequence[str], options: Options, as_json: bool = False, keep: bool = False) -> int:
-    """Print whether ``script`` resumes exactly. Return 0 if it does, 1 if not, 2 if nothing can be said of it."""
-    scratch = os.path.realpath(tempfile.mkdtemp(prefix="torchhooks-check-"))
-    say = _say if sys.stderr.isatty() and not as_json else _say_nothing
+def check(script: Sequence[str], options: Options, as_json: bool = False, keep: bool = False) -> int:
+    """Print whether ``script`` resumes exactly. Return 0 if it does, 1 if not, 2 if nothing can be said of it.
+
+    Args:
+        script: the path of a file, or ``-m`` and the name of a module, and the arguments of the script.
+        options: how many runs are compared, and how.
+        as_json: whether to print one JSON object.
+        keep: whether the scratch folder stays.
+    """
+    progress = Progress(script)
     try:
-        with _interrupted_by_signals():
-            verdict = prove([sys.executable, script, *arguments], scratch, options, say)
+        with _interrupted_by_signals(), Keeper() as keeper:
+            if keep:
+                keeper.keep()
+                print(f"the processes of the script write into {keeper.folder}", file=sys.stderr)
+            verdict = prove(script, keeper, options, progress)
     except (CheckError, LedgerError) as error:
+        progress.end()
         print_error(str(error), as_json)
         return NOT_COMPARABLE
-    finally:
-        say("")
-        if keep:
-            print(f"the processes of the script have written into {scratch}", file=sys.stderr)
-        else:
-            shutil.rmtree(scratch, ignore_errors=True)
+    progress.end()
     print(json_text(as_plain(verdict)) if as_json else "\n".join(map(plain, text_of(verdict))))
     return verdict.status
 
 
 @contextmanager
 def _interrupted_by_signals() -> Iterator[None]:
-    """Have signals that end this process do it as Ctrl-C does: they do not reach the sessions of the script."""
+    """Have signals that end this process do it as Ctrl-C does, so that nothing of it is left."""
     numbers = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is signal.SIG_DFL]
     for number in numbers:
         signal.signal(number, signal.default_int_handler)
@@ -93,109 +97,240 @@ def _interrupted_by_signals() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
-def _say(text: str) -> None:
-    print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+class Progress:
+    """Tells people on the standard error which process of the script is running, and how long each has taken."""
+
+    def __init__(self, script: Sequence[str]) -> None:
+        self._script = script[1] if script[0] == "-m" else os.path.basename(script[0])
+        self._began = time.monotonic()
+        self._number = 0
+        self._is_in_line = False
+
+    def tell(self, line: str, ended: Ended | None) -> None:
+        """Print ``line`` before a process, and how long it took after it."""
+        if ended is None:
+            self._number += 1
+            print(plain(f"{self._number:2}  {line:62}"), end="", file=sys.stderr, flush=True)
+        else:
+            print(f"{ended.secs:7.1f} s", file=sys.stderr, flush=True)
+        self._is_in_line = ended is None
+
+    def expect(self, first: Ended, kills: int) -> None:
+        """Say how many processes will follow the first one, and how long they will take in all."""
+        starting = min(first.seen.secs, first.secs)
+        # A new Python imports what the forks have from here, which has taken most of the time of this process so far.
+        secs = 2 * first.secs + (kills + 2) * starting + time.process_time()
+        self.note(f"about {kills + 3} more, {secs:.0f} s in all; more if something differs")
+
+    def note(self, text: str) -> None:
+        print(plain(f"    {text}"), file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """Say how long all of it has taken."""
+        secs = time.monotonic() - self._began
+        begin = "\n" if self._is_in_line else ""
+        times = "once" if self._number == 1 else f"{self._number} times"
+        print(f"{begin}{plain(self._script)} was started {times}, in {secs:.1f} s", file=sys.stderr, flush=True)
 
 
-def _say_nothing(text: str) -> None:
-    pass
+class Silent(Progress):
+    """Tells nothing."""
+
+    def __init__(self) -> None:
+        pass
+
+    def tell(self, line: str, ended: Ended | None) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        pass
 
 
 def prove(
-    command: list[str],
-    scratch: str,
+    script: Sequence[str],
+    keeper: Keeper,
     options: Options,
-    say: Callable[[str], None] = _say_nothing,
+    progress: Progress | None = None,
     reproduce: bool = True,
 ) -> Verdict:
-    """Run the script of ``command`` in processes of its own, and return what was found.
+    """Run ``script`` in processes of its own, and return what was found.
 
     Args:
-        command: Python, the script, and its arguments.
-        scratch: an empty folder.
+        script: the path of a file, or ``-m`` and the name of a module, and the arguments of the script.
+        keeper: starts the processes.
         options: how many runs are compared, and how.
-        say: what is called with a line for people before each process.
+        progress: what tells people of the processes; by default, nothing does.
         reproduce: whether a difference is reproduced.
 
     Raises:
-        CheckError: it makes no loop, no run or no checkpoint, it fails, or no process continued from a checkpoint.
+        CheckError: it makes no loop, no run or no checkpoint, it fails, it takes too long, or no process continued from
+            a checkpoint.
     """
-    steps = options.steps
-    if steps < _LEAST_STEPS:
-        raise CheckError(f"--steps {steps}: must be {_LEAST_STEPS} or more, to kill the script in different places")
-    if can_fork():
-        for name in _IMPORTED_LATE:  # once here instead of in each fork
-            importlib.import_module(name)
-    training = partial(Training, command, ranks=options.ranks)
-    say(f"{steps} runs without an interruption")
-    one = training(os.path.join(scratch, "one"))
-    first = one.start(steps)
-    _check_first(first, command)
-    epochs = _epochs(one)
-    epoch_items = options.epoch_items if first.seen.depth > 1 and len({*epochs.values()}) == 1 else 0
-    if epoch_items:
-        say(f"{steps} runs in epochs of {epoch_items} items")
-        training = partial(training, depth=first.seen.depth, epoch_items=epoch_items)
-        one = training(os.path.join(scratch, "short"))
-        first, epochs = one.start(steps), _epochs(one)
-    say(f"{steps} runs once more, in another process")
-    # In a process of its own, where a set has another order.
-    other = training(os.path.join(scratch, "other"), hash_seed="1")
-    _check_first(other.start(steps), command)
+    progress = progress or Silent()
+    _check_arguments(script, options)
+    begin = partial(Training, [*script], keeper, ranks=options.ranks, timeout=options.timeout, tell=progress.tell)
+    whole = _uninterrupted(script, begin, options, progress)
+    one, other = whole.one, whole.other
     found = compare_ledgers(read_ledgers(one.ledger), read_ledgers(other.ledger))
     left_out = _left_out(one, other)
     if left_out is None or found.only_one or found.only_other:
-        return Verdict(steps, found, is_deterministic=False, epoch_items=epoch_items, written=one.written())
-    made = first.seen.runs
-    kills = _kills(made, epochs, options.kills)
-
-    def interrupted(name: str) -> Verdict:
-        stopped = training(os.path.join(scratch, name))
-        try:
-            _interrupt(stopped, kills, steps, made, say)
-        except _FailedError as error:
-            resumed_at = [ended.seen.resumed_at for ended in stopped.processes[1:-1]]
-            written = stopped.written()
-            verdict = Verdict(made, None, resumed_at=resumed_at, failed=_end_of(str(error)), written=written)
-        else:
-            verdict = _verdict(read_before(one, stopped), read_before(other, stopped), stopped, made, options, left_out)
-        return verdict._replace(kills=kills, epoch_items=epoch_items)
-
-    def read_before(uninterrupted: Training, stopped: Training) -> Training:
-        """Return a training run that was read before the runs before which ``stopped`` was read."""
-        wanted = stopped.walked().judged
-        if wanted <= {each.run for each in uninterrupted.walked().moments} | {*range(made + 1, steps + 1)}:
-            return uninterrupted
-        say(f"{steps} runs once more, to look at what the script holds")
-        again = training(f"{uninterrupted.folder}-again-{os.path.basename(stopped.folder)}")
-        again.start(steps, sorted({1, made, *wanted}))
-        return again
-
-    verdict = interrupted("interrupted")
+        verdict = Verdict(options.steps, found, is_deterministic=False, epoch_items=one.epoch_items)
+        return verdict._replace(written=one.written(), connected=one.connected())
+    verdict = _interrupted("interrupted", whole, options, left_out)
     if not verdict.is_exact:
         if reproduce:
-            say("once more, since there is a difference")
-            verdict = verdict._replace(was_reproduced=interrupted("repeated").place == verdict.place)
+            progress.note("once more, since there is a difference")
+            again = _interrupted("repeated", whole, options, left_out)
+            verdict = verdict._replace(was_reproduced=again.place == verdict.place)
         return verdict
     if not any(verdict.resumed_at):
         raise CheckError(
             "no process continued from a checkpoint, so nothing is proved: save more often than every "
-            f"{made} runs, or give --steps more than {steps}"
+            f"{whole.made} runs, or give --steps more than {options.steps}"
         )
     return verdict
 
 
-def _check_first(first: Ended, command: list[str]) -> None:
-    script, seen = command[1], first.seen
+def _check_arguments(script: Sequence[str], options: Options) -> None:
+    if options.steps < _LEAST_STEPS:
+        raise CheckError(
+            f"--steps {options.steps}: must be {_LEAST_STEPS} or more, to kill the script in different places"
+        )
+    if not options.timeout > 0:
+        raise CheckError(f"--timeout {options.timeout:g}: must be more than 0 seconds")
+    if script[0] != "-m" and not os.path.isfile(script[0]):
+        raise CheckError(f"{script[0]}: is no file; give a script, or -m and the name of a module")
+
+
+# -- without an interruption ------------------------------------------------------------------------------------------
+
+
+class _Whole(NamedTuple):
+    """Two training runs without an interruption, and how further ones are made.
+
+    Args:
+        one, other: the training runs.
+        begin: makes another one with a name.
+        kills: where to kill it.
+        timeout: how many seconds one of its processes may take.
+    """
+
+    one: Training
+    other: Training
+    begin: Callable[..., Training]
+    kills: list[Kill]
+    timeout: float
+
+    @property
+    def made(self) -> int:
+        """How many runs they have made."""
+        return self.one.processes[0].seen.runs
+
+
+def _uninterrupted(
+    script: Sequence[str], begin: Callable[..., Training], options: Options, progress: Progress
+) -> _Whole:
+    steps = options.steps
+    one = begin("one")
+    first = one.start(steps, line=f"{steps} runs without an interruption")
+    folders = first.seen.folders
+    if folders and (first.code or any(map(_is_real, folders))):
+        # The script may have looked at the real folders before torchhooks named them.
+        one = begin("placed", folders=folders)
+        first = one.start(steps, line=f"{steps} runs, with {shortened(folders, 2)} in the scratch folder")
+    _check_first(one, script)
+    begin = partial(begin, folders=first.seen.folders)
+    epochs = _epochs(one)
+    if options.epoch_items and first.seen.depth > 1 and len({*epochs.values()}) == 1:
+        begin = partial(begin, depth=first.seen.depth, epoch_items=options.epoch_items)
+        one = begin("short")
+        first = one.start(steps, line=f"{steps} runs in epochs of {options.epoch_items} items")
+        epochs = _epochs(one)
+    kills = _kills(first.seen.runs, epochs, options.kills)
+    progress.expect(first, len(kills))
+    # In a process of its own, where a set has another order, unless the person wants it otherwise.
+    other = begin("other", hash_seed=os.environ.get("PYTHONHASHSEED", "1"))
+    other.start(steps, line=f"{steps} runs once more, in a new Python")
+    _check_first(other, script)
+    return _Whole(one, other, begin, kills, min(options.timeout, max(_LEAST_TIMEOUT, _SLOWER * first.secs)))
+
+
+def _is_real(folder: str) -> bool:
+    """Return whether there is such a folder without ``check``, in which the script does not run."""
+    return os.path.lexists(folder) and not os.path.join(os.getcwd(), "").startswith(os.path.join(folder, ""))
+
+
+def _check_first(training: Training, script: Sequence[str]) -> None:
+    first = training.processes[0]
+    name, seen = script[1] if script[0] == "-m" else script[0], first.seen
+    if first.stood:
+        raise CheckError(
+            f"{name} has not ended within {first.secs:.0f} s, and made {_runs(training.runs_made())}: "
+            f"it stands {first.stood}. Give more time by --timeout, or fewer runs by --steps"
+        )
+    if seen.is_one_of_several:
+        raise CheckError(
+            f"{name} trains in several processes that are no ranks of one process group, so their runs have no order: "
+            "check one of them by itself, or have torchrun start ranks: --nproc-per-node N starts them as it does"
+        )
     if not seen.loops or not seen.runs:
         what = "no loop of torchhooks" if not seen.loops else "no run"
-        raise CheckError(f"{script} made {what}, and ended with status {first.code}:\n{first.errors[-2000:]}")
+        raise CheckError(
+            f"{name} made {what}, and ended with status {first.code}:\n{first.errors[-2000:]}\nIf it starts its ranks "
+            "where they cannot be seen, have torchrun start them: --nproc-per-node N starts the script as it does"
+        )
     if first.code != 0:
-        raise CheckError(f"{script} ended with status {first.code} without a kill:\n{first.errors[-2000:]}")
+        raise CheckError(f"{name} ended with status {first.code} without a kill:\n{first.errors[-2000:]}")
     if not seen.saves:
-        raise CheckError(f"{script} saves no checkpoints: give the loop a CheckpointSaverHook")
+        raise CheckError(f"{name} saves no checkpoints: give the loop a CheckpointSaverHook")
     if not seen.restores:
-        raise CheckError(f"{script} restores no checkpoints: give the loop checkpoint_dir=")
+        raise CheckError(f"{name} restores no checkpoints: give the loop checkpoint_dir=")
+
+
+def _runs(number: int) -> str:
+    return "1 run" if number == 1 else f"{number} runs"
+
+
+def _check_folders(stopped: Training) -> None:
+    """Raise if processes did not look where the ones before have saved.
+
+    Raises:
+        CheckError: they have other folders, since the name has the time in it, or changes in another way.
+    """
+    folders = [each.seen.checkpoint_dirs[0] for each in stopped.processes if each.seen.checkpoint_dirs]
+    changed = [*dict.fromkeys(folders)]
+    has_time = any(map(_has_date, changed))
+    if len(changed) > 1 and (has_time or len(changed) == len(folders)):
+        what = "the date or time" if has_time else "a part that changes"
+        raise CheckError(
+            f"the name of the checkpoint folder has {what} in it, {' and then '.join(changed[:2])}, so that a process "
+            "does not resume what another one has saved: give the script a folder that stays the same"
+        )
+
+
+def _notes_of_folders(stopped: Training) -> Iterator[str]:
+    """Yield what to know of folders whose names depend on the time."""
+    by_process = [{*each.seen.folders} for each in stopped.processes if each.seen.folders]
+    folders = set[str]().union(*by_process)
+    same = {each for each in folders if all(each in those for those in by_process)}
+    dated = sorted(filter(_has_date, folders))
+    if dated:
+        found = "a process that starts at another time does not find what is there"
+        yield f"the date or time is in the name of {shortened(dated, 2)}: {found}"
+    others = sorted(folders - same - {*dated})
+    if others:
+        yield f"not every process writes to {shortened(others, 2)}"
+
+
+def _has_date(path: str) -> bool:
+    """Return whether the date of today, or the time in seconds, is in a path."""
+    today = datetime.datetime.now()
+    forms = "%Y-%m-%d %Y_%m_%d %Y.%m.%d %Y%m%d %y%m%d %y-%m-%d %d-%m-%Y %d%m%Y %m-%d %m%d %b%d %b-%d %b_%d %d%b"
+    dates = [re.escape(date) for date in today.strftime(forms).split()]
+    seconds = str(int(today.timestamp()))[:5] + r"\d{5}"  # for a day
+    return any(
+        re.search(rf"(?<!\d){each}(\d{{3,4}}|\d{{6}})?(?!\d)", path, re.IGNORECASE) for each in [*dates, seconds]
+    )
 
 
 def _epochs(training: Training) -> dict[tuple[int, int], int | None]:
@@ -223,18 +358,63 @@ def _kills(made: int, epochs: Mapping[tuple[int, int], int | None], more: int) -
     return [Kill(run, by) for run, by in sorted(places.items())]
 
 
-def _interrupt(training: Training, kills: list[Kill], steps: int, made: int, say: Callable[[str], None]) -> None:
+# -- with interruptions -----------------------------------------------------------------------------------------------
+
+
+def _interrupted(name: str, whole: _Whole, options: Options, left_out: LeftOut) -> Verdict:
+    """Kill a training run in each place, go on each time, and compare it with ``whole``."""
+    made, steps = whole.made, options.steps
+    stopped = whole.begin(name, timeout=whole.timeout)
+
+    def read_before(uninterrupted: Training) -> Training:
+        """Return a training run that was read before the runs before which ``stopped`` was read."""
+        wanted = stopped.walked().judged
+        if wanted <= {each.run for each in uninterrupted.walked().moments} | {*range(made + 1, steps + 1)}:
+            return uninterrupted
+        again = whole.begin(f"{uninterrupted.name}-again-{name}")
+        moments = sorted({1, made, *wanted})
+        again.start(steps, moments, line=f"{steps} runs once more, to look at what the script holds")
+        return again
+
+    try:
+        _interrupt(stopped, whole.kills, steps, made)
+    except _FailedError as error:
+        resumed_at = [ended.seen.resumed_at for ended in stopped.processes[1:-1]]
+        verdict = Verdict(made, None, resumed_at=resumed_at, failed=_end_of(str(error)))
+    else:
+        _check_folders(stopped)
+        verdict = _verdict(read_before(whole.one), read_before(whole.other), stopped, made, options, left_out)
+    notes = [*verdict.notes, *_notes_of_folders(stopped)]
+    verdict = verdict._replace(kills=whole.kills, epoch_items=stopped.epoch_items, notes=notes)
+    return verdict._replace(written=stopped.written(), connected=stopped.connected())
+
+
+def _interrupt(training: Training, kills: list[Kill], steps: int, made: int) -> None:
     """Kill a training run in each place, and go on each time."""
-    for number, kill in enumerate(kills, 1):
-        say(f"{number} of {len(kills) + 1}: {kill.by.name} after run {kill.run}")
-        ended = training.start(steps, [made], kill.run, kill.by)
-        if _fails(ended, stopped=kill.by is signal.SIGTERM):
-            raise _FailedError(ended.errors)
-    for text in ["to the end", *(["once more after the end"] if made < steps else [])]:  # it has ended by itself
-        say(text)
-        ended = training.start(steps, [made])
-        if _fails(ended):
-            raise _FailedError(ended.errors)
+    for number, kill in enumerate(kills):
+        begin = "resumed and " if number else ""
+        how = "killed" if kill.by is signal.SIGKILL else f"stopped by {kill.by.name}"
+        ended = training.start(steps, [made], kill.run, kill.by, line=f"{begin}{how} after run {kill.run}")
+        _check_resumed(ended, stopped=kill.by is signal.SIGTERM)
+    # It may have ended by itself.
+    for line in ["resumed, to the end", *(["started once more after its end"] if made < steps else [])]:
+        _check_resumed(training.start(steps, [made], line=line))
+
+
+def _check_resumed(ended: Ended, stopped: bool = False) -> None:
+    """Raise if the script has failed. If it was stopped, it may say so by its status, but not by 1.
+
+    Raises:
+        _FailedError: with what it wrote to the standard error, or where it stands.
+    """
+    if ended.stood:
+        raise _FailedError(
+            f"TimeoutError: after {ended.secs:.0f} s, it stands {ended.stood}; without an interruption it ended in time"
+        )
+    # What has started ranks fails in its own way if these are stopped.
+    is_fault = ended.code > 0 and not (stopped and ended.seen.is_started_by_script)
+    if (ended.code == 1 and is_fault) or (is_fault and not stopped):
+        raise _FailedError(ended.errors)
 
 
 def _end_of(errors: str) -> str:
@@ -242,11 +422,6 @@ def _end_of(errors: str) -> str:
     lines = errors.strip().splitlines()
     raised = [number for number, line in enumerate(lines) if re.match(r"[\w.]+(Error|Exception|Exit)\b", line)]
     return "\n".join(lines[raised[-1] if raised else 0 :][-_MOST_LINES:])
-
-
-def _fails(ended: Ended, stopped: bool = False) -> bool:
-    """Return whether the script has failed. If it was stopped, it may say so by its status, but not by 1."""
-    return ended.code == 1 or (ended.code > 0 and not stopped)
 
 
 class _FailedError(Exception):
@@ -296,7 +471,6 @@ def _verdict(
         forgotten=over,
         notes=notes,
         unseen=sorted({each for walked in walks for moment in walked.moments for each in moment.unseen}),
-        written=stopped.written(),
         data_only=data_only,
     )
 

@@ -24,7 +24,8 @@ def add_commands(commands: Any) -> None:
     )
     command.set_defaults(call=lambda given: diff(given.one, given.other, given.rtol, given.json))
     command = commands.add_parser("check", help="say whether a script resumes exactly: run it, kill it, compare")
-    command.add_argument("script", help="the training script; put its own arguments at the end, after --")
+    command.add_argument("script", nargs="?", help="the training script; put its own arguments at the end, after --")
+    command.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as python -m does, and no script")
     command.add_argument("--steps", type=int, default=60, help="how many runs to compare (default: %(default)s)")
     command.add_argument(
         "--epoch-items",
@@ -44,6 +45,13 @@ def add_commands(commands: Any) -> None:
         metavar="PATH",
         help="a variable that may start over, such as seen or Trainer.seen; may be repeated",
     )
+    command.add_argument(
+        "--timeout",
+        type=float,
+        default=600.0,
+        metavar="SECS",
+        help="how long a process of the script may take (default: %(default)g)",
+    )
     command.add_argument("--keep", action="store_true", help="keep the scratch folder, and say where it is")
     command.set_defaults(call=_check)
 
@@ -59,10 +67,20 @@ def _tolerance(text: str) -> float:
 
 
 def _check(given: argparse.Namespace) -> int:
+    if (given.script is None) == (given.module is None):
+        print_error("check: give a script, or -m and the name of a module", given.json)
+        return NOT_COMPARABLE
+    what = [given.script] if given.module is None else ["-m", given.module]
     options = Options(
-        given.steps, given.epoch_items, given.kills, given.nproc_per_node, given.ignore_output, given.ignore
+        given.steps,
+        given.epoch_items,
+        given.kills,
+        given.nproc_per_node,
+        given.ignore_output,
+        given.ignore,
+        given.timeout,
     )
-    return check(given.script, given.arguments, options, given.json, given.keep)
+    return check([*what, *given.arguments], options, given.json, given.keep)
 
 
 def diff(one: str, other: str, rtol: float | None = None, as_json: bool = False) -> int:

@@ -213,6 +213,10 @@ class Session:
         For a hook whose results the code after the epoch reads. This waits for the device.
         """
         self._services.deferred.make_owed_epoch_end()
+        self.drain()
+
+    def drain(self) -> None:
+        """Make all pending ``when_ready`` calls. This waits for the device."""
         self._services.drain()
 
     @property
@@ -348,7 +352,7 @@ class Session:
                 ``background_refusal``, or if a hook has a state, which a ``when_ready`` call may change.
         """
         if refusals is None or self.hooks or any(in_background is None for _, in_background in self._guards):
-            self._services.drain()
+            self.drain()
             for refusal, _ in self._guards:  # not a generator, which would turn a StopIteration into a RuntimeError
                 reason = refusal()
                 if reason is not None:
