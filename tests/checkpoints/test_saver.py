@@ -11,7 +11,6 @@ import os
 import random
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import threading
@@ -40,11 +39,12 @@ from torch import nn
 
 from torchhooks.checkpoints import folder as checkpoint_files
 from torchhooks.checkpoints import saver as saver_module
-from torchhooks.checkpoints.folder import Folder, Retention, encoded, process_name
+from torchhooks.checkpoints.folder import Folder, Retention, encoded
 from torchhooks.checkpoints.saver import Saver, latest_checkpoint, list_checkpoints
 from torchhooks.checkpoints.saving import Contents, save_with_torch, write_checkpoint
 from torchhooks.common.errors import CheckpointError, DamagedCheckpointError
 from torchhooks.common.files import Disk
+from torchhooks.common.processes import process_name
 from torchhooks.lifecycle.session import Session
 from torchhooks.ranks.ranks import Ranks
 
@@ -1046,23 +1046,6 @@ def test_a_file_that_was_changed_between_two_saves_is_read_again(tmp_path: Path,
     save_steps(tmp_path, 3, 4, saver=saver)
     assert names(tmp_path) == ["model.ckpt-1", "model.ckpt-3", "model.ckpt-4"]
     assert warnings_in(lines).count(first) == 1
-
-
-def test_without_proc_a_process_is_looked_up_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-
-    def refuse(path: str, *_: Any) -> Any:
-        raise FileNotFoundError(path)
-
-    monkeypatch.setattr(checkpoint_files, "open", refuse, raising=False)
-    assert process_name(os.getpid()).endswith("--1"), "its folder is gone, though there is /proc"
-    monkeypatch.setattr(os.path, "exists", lambda path: False)
-    assert process_name(os.getpid()).endswith(f"-{os.getpid()}-0")
-    assert process_name(os.getppid()).endswith("-0")
-    assert process_name(ended.pid).endswith("--1")
-    monkeypatch.setattr(checkpoint_files, "fcntl", None)  # as on Windows
-    assert process_name(os.getppid()).endswith("--1")
 
 
 def test_a_folder_that_ranks_of_this_process_write_into_is_left_alone(tmp_path: Path) -> None:

@@ -46,7 +46,6 @@ import os
 import re
 import secrets
 import shutil
-import socket
 import threading
 import weakref
 import zlib
@@ -59,6 +58,7 @@ from typing import Any, ClassVar, NamedTuple
 from torchhooks.common.errors import CheckpointError, DamagedCheckpointError, brief
 from torchhooks.common.files import Disk, fcntl, place
 from torchhooks.common.log import logger
+from torchhooks.common.processes import host_in_names, process_name, start_time
 
 MANIFEST = "manifest.json"
 STATE = "state.pt"
@@ -390,10 +390,10 @@ def _abandoned(folder: str, kind: str) -> dict[str, str]:
 
 def _is_abandoned(folder: str, match: re.Match[str]) -> bool:
     """Return whether the process that a temporary name tells of is gone, or has failed to remove what it names."""
-    is_here = match["host"] == _host()
+    is_here = match["host"] == host_in_names()
     if is_here:
         pid, start = int(match["pid"]), int(match["start"])
-        if _start_time(pid) == start:
+        if start_time(pid) == start:
             return pid == os.getpid() and os.path.join(folder, match[0]) not in _in_progress
         # Gone, since a process of the same number that began at another time is another one. Or it is in a container
         # that has the name of this one, and whose processes have numbers of their own.
@@ -405,40 +405,6 @@ def _is_abandoned(folder: str, match: re.Match[str]) -> bool:
     except OSError:  # the file system has no locks
         return is_here
     return True
-
-
-def process_name(pid: int) -> str:
-    """Return how temporary names tell of the process ``pid`` of this machine."""
-    return f"{_host()}-{pid}-{_start_time(pid)}"
-
-
-def _host() -> str:
-    return re.sub(r"\W", "_", socket.gethostname())  # without the signs that separate it in a name
-
-
-def _start_time(pid: int) -> int:
-    """Return when the process ``pid`` began, in ticks of the machine's clock: 0 if that is not known, -1 if it is gone.
-
-    Without ``/proc``, as on macOS, only its number is looked up; on Windows, every process but this one counts as gone.
-    """
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()  # after the name, which may have spaces and parentheses
-        return -1 if fields[0] in b"ZX" else int(fields[19])  # a process that is dead, but not waited for, has an entry
-    except OSError:
-        if os.path.exists("/proc/self/stat"):
-            return -1
-    if pid == os.getpid():
-        return 0
-    if fcntl is None:
-        return -1  # os.kill() would end it
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return -1
-    except OSError:  # a process of another user
-        pass
-    return 0
 
 
 # -- what is in a folder -----------------------------------------------------------------------------------------------
