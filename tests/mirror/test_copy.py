@@ -575,7 +575,7 @@ def test_the_status_of_a_copy_is_read_from_a_small_part_of_it(
         (
             20,
             {"run_time": 7.0, "stalled": "in run 8 (in a save)"},
-            "stalled for 9 min in run 8 (in a save), process 1 on another",
+            "stalled for 10 min in run 8 (in a save), process 1 on another",
             1,
         ),
         (200, {}, "no sign of life of process 1 on another since 3 min ago: killed, or out of reach", 1),

@@ -6,6 +6,9 @@ import json
 import os
 import re
 import shutil
+import signal
+import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +32,7 @@ from torchhooks import (
     JsonLinesWriter,
     MonitoredLoop,
     Session,
+    SessionRunHook,
     StopAtStepHook,
     SummarySaverHook,
     list_checkpoints,
@@ -36,6 +40,7 @@ from torchhooks import (
 )
 from torchhooks.__main__ import main
 from torchhooks.checkpoints.folder import inspect
+from torchhooks.common.processes import start_time, system_id
 from torchhooks.lifecycle import run_record
 from torchhooks.lifecycle.run_record import NAME, Record, read_record
 from torchhooks.mirror import status
@@ -78,7 +83,7 @@ def train(folder: str, last_step: int, fails_at: int = -1, **loop_arguments: Any
 def has_begun(folder: Path) -> bool:
     """Return whether the training run in ``folder`` has made some steps, and has written their speed down."""
     checkpoints, record = list_checkpoints(folder), read_record(str(folder))
-    return bool(checkpoints) and checkpoints[-1].step >= 40 and record is not None and record.step >= 40
+    return bool(checkpoints) and checkpoints[-1].step >= 40 and record is not None and (record.step or 0) >= 40
 
 
 @pytest.fixture
@@ -203,7 +208,8 @@ def test_the_thread_that_writes_the_record_ends_with_a_loop_that_is_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_record, "PERIOD_SECS", 0.02)
-    record = run_record.RunRecord(str(tmp_path), 1, Session, lambda: run_record.Watched(0.0), list)
+    record = run_record.RunRecord(str(tmp_path), 1, lambda: run_record.Watched(0.0), list)
+    record.begin_session(Session)
     record.start()
     del record
     wait_until(lambda: all(thread.name != "torchhooks run record" for thread in threading.enumerate()))
@@ -300,6 +306,130 @@ def test_a_silent_process_of_another_machine_is_out_of_reach() -> None:
     )
 
 
+class Hangs(SessionRunHook):
+    """Calls a function in one of its methods."""
+
+    def __init__(self, method: str, call: Callable[[], object]) -> None:
+        setattr(self, method, lambda *_: call())
+
+
+def train_with(hook: SessionRunHook, folder: Path) -> None:
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hooks = [CheckpointSaverHook(folder, save_steps=100), hook]
+    with MonitoredLoop(bool, model, optimizer, hooks=hooks, checkpoint_dir=folder) as loop:
+        for number in loop.until_stop(range(1, 4)):
+            loop.run(number)
+
+
+@pytest.mark.parametrize(
+    ("method", "word", "text", "step"),
+    [
+        ("begin", "running", "running, process", None),
+        ("after_create_session", "running", "running, process", None),
+        ("end", "running", "running, process", 0),
+        ("teardown", "closing", "closes after data ended, process", 3),
+    ],
+)
+def test_the_record_is_true_from_the_first_call_of_a_hook_to_the_last(
+    method: str, word: str, text: str, step: int | None, tmp_path: Path
+) -> None:
+    found: list[Any] = []
+    folder = tmp_path / "run"
+    train_with(Hangs(method, lambda: found.append(read_status(str(folder)))), folder)
+    (status,) = found
+    assert (status.state.word, status.is_well) == (word, True)
+    assert status.state.text.startswith(text)
+    assert status.record.step == step
+    assert read_status(str(folder)).state.word == "ended"
+
+
+def test_a_teardown_that_fails_is_a_failure(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise OSError("the store is full")
+
+    with pytest.raises(OSError, match="the store is full"):
+        train_with(Hangs("teardown", fail), tmp_path)
+    status = read_status(str(tmp_path))
+    assert status.state.word == "failed"
+    assert status.state.text.endswith("OSError: the store is full")
+
+
+@pytest.fixture
+def record() -> Record:
+    """What this process would write of a loop now."""
+    now = time.time()
+    made = Record(os.getpid(), socket.gethostname(), 2, now - 500, 0, now, 7, now)
+    return made._replace(process_start=start_time(os.getpid()), system=system_id())
+
+
+def test_a_process_is_known_by_more_than_its_number(record: Record) -> None:
+    assert state_of(record).word == "running"
+    assert state_of(record._replace(process_start=record.process_start + 1)).word == "killed"
+    assert state_of(record._replace(system="another boot pid:[1]")).word == "running", "as fresh as it is"
+    closing = record._replace(process_start=record.process_start + 1, stopped="data ended")
+    assert state_of(closing).text.startswith("killed while it closes (data ended): process")
+
+
+def test_what_a_process_that_writes_nothing_may_do(record: Record) -> None:
+    old = record._replace(time=record.time - 40)
+    assert state_of(old).word == "silent"
+    assert "is there, but has written nothing for 40 s" in state_of(old).text
+    assert state_of(old._replace(stopped="data ended")) == (
+        "stalled",
+        f"stalled for 40 s while it closes (data ended), process {os.getpid()} on {record.host}",
+    )
+    elsewhere = old._replace(system="another boot pid:[1]", stopped="data ended")
+    assert "since 40 s ago while it closes (data ended): killed, or out of reach" in state_of(elsewhere).text
+    in_teardown = record._replace(stopped="data ended", run_time=record.time - 400, stalled="after run 7 (in teardown)")
+    assert state_of(in_teardown).text.startswith("stalled for 6 min after run 7 (in teardown) while it closes")
+
+
+def test_a_killed_process_may_have_stood_still(record: Record, tmp_path: Path) -> None:
+    gone = record._replace(process_start=record.process_start + 1, stalled="in run 8 (in the step)", report="no run")
+    assert state_of(gone).text.startswith("killed, stalled in run 8 (in the step): process")
+    (tmp_path / NAME).write_text(json.dumps(gone._asdict()))
+    stacks = tmp_path / ".stall-rank-1.txt"
+    stacks.write_text("stacks")
+    os.utime(stacks, (time.time() - 10,) * 2)
+    status = read_status(str(tmp_path))
+    assert status.state.word == "killed"
+    assert status.state.text.endswith(f"; a call kept Python's global lock on rank 1, {stacks} has its stacks")
+    (tmp_path / NAME).write_text(json.dumps(gone._replace(world_size=1)._asdict()))
+    assert "global lock" not in read_status(str(tmp_path)).state.text, "an earlier job had that rank"
+
+
+def test_a_time_that_is_left_for_ever_is_not_known(record: Record, tmp_path: Path) -> None:
+    (tmp_path / NAME).write_text(json.dumps(record._replace(steps_per_sec=1e-310, last_step=10**9)._asdict()))
+    assert read_status(str(tmp_path)).secs_left is None
+    assert main(["status", str(tmp_path)]) == 0
+
+
+@pytest.mark.parametrize(("failed", "code"), [(False, 0), (True, 1)])
+def test_the_exit_status_of_a_loop_that_closes(failed: bool, code: int, record: Record, tmp_path: Path) -> None:
+    closing = record._replace(stopped="data ended", failed=failed)
+    (tmp_path / NAME).write_text(json.dumps(closing._asdict()))
+    assert main(["status", str(tmp_path)]) == code
+
+
+def test_a_stopped_process_is_said_to_be(record: Record) -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        stopped = record._replace(pid=process.pid, process_start=start_time(process.pid))
+        process.send_signal(signal.SIGSTOP)
+        wait_until(lambda: state_of(stopped).word == "stalled")
+        assert "is stopped by a signal, and has written nothing for 0 s" in state_of(stopped).text
+        process.kill()
+        wait_until(lambda: state_of(stopped).word == "killed")  # nobody has waited for it
+
+
+def test_a_record_of_an_earlier_version_is_read(record: Record, tmp_path: Path) -> None:
+    known = record._asdict()
+    for name in ("ended", "process_start", "system"):
+        del known[name]
+    (tmp_path / NAME).write_text(json.dumps(known))
+    assert read_status(str(tmp_path)).state.word == "running"
+
+
 @pytest.mark.parametrize("between", ["has_manifest", "is_checkpoint"])
 def test_a_status_that_a_save_comes_in_between_has_a_checkpoint(
     between: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -325,7 +455,8 @@ def test_a_status_that_a_save_comes_in_between_has_a_checkpoint(
 @pytest.mark.parametrize(
     "wrong",
     [
-        *({name: value} for name in ("pid", "time", "step", "world_size") for value in ("x", None)),
+        *({name: value} for name in ("pid", "time", "world_size", "failed") for value in ("x", None)),
+        {"step": "x"},
         {"last_step": "x"},
         {"steps_per_sec": "x"},
         {"stopped": 5},

@@ -1,11 +1,13 @@
 """The file in the folder of a training run that says how far it is, for other processes: ``.run.json``.
 
-    {"pid": 4711, "host": "node7", "world_size": 1, "began": 1752000000.0, "began_at": 0, "time": 1752000600.0,
-     "run_time": 1752000598.0, "step": 700, "steps_per_sec": 1.2, "last_step": 1000, "stalled": null, "report": null,
-     "stopped": null, "failed": false}
+    {"pid": 4711, "process_start": 1234567, "system": "5f6b2c1e-... pid:[4026531836]", "host": "node7", "world_size": 1,
+     "began": 1752000000.0, "began_at": 0, "time": 1752000600.0, "run_time": 1752000598.0, "step": 700,
+     "steps_per_sec": 1.2, "last_step": 1000, "stalled": null, "report": null, "stopped": null, "failed": false,
+     "ended": false}
 
-A thread writes it every ten seconds, and the loop once more when it ends. So the training thread does nothing for it.
-The same thread looks for ``.stacks``, by which ``python -m torchhooks stacks`` asks where all threads are.
+It begins before the hooks' ``begin``, without a step, has ``stopped`` before their ``teardown``, and is ``ended`` last:
+each of these calls may hang. In between, a thread writes it every ten seconds, so the training thread does nothing for
+it. The same thread looks for ``.stacks``, by which ``python -m torchhooks stacks`` asks where all threads are.
 """
 
 from __future__ import annotations
@@ -25,13 +27,19 @@ from typing import Any, NamedTuple, get_type_hints
 
 from torchhooks.common.files import replacing
 from torchhooks.common.log import logger
+from torchhooks.common.processes import is_alive, start_time, system_id
 from torchhooks.lifecycle.session import Session
 
 NAME = ".run.json"
 REQUEST = ".stacks"
 LOCK_STACKS = ".stall-rank-%d.txt"
 """The file of each rank that is empty unless a call keeps Python's global lock: it then has the stacks."""
+_LOCK_STACKS = re.compile(re.escape(LOCK_STACKS).replace("%d", r"(\d{1,9})"))
+LOCK_SECS = 2.0
+"""A loop that goes on empties that file within so many seconds."""
 PERIOD_SECS = 10.0
+WHY_SILENT = "a call keeps Python's global lock, its disk does not answer, or the script has dropped the loop"
+"""Why a process that is there may write nothing."""
 _LOOK_SECS = 2.0  # for a request
 _RATE_SAMPLES = 7  # so that the speed is about the last minute
 REQUEST_NAME = re.compile(r"stacks-[0-9a-f]{8}")
@@ -59,20 +67,24 @@ class Record(NamedTuple):
     Args:
         pid, host, world_size: the process of the first rank, and how many ranks there are.
         began, began_at: when the loop began, in seconds since 1970, and at which step.
-        time, step, steps_per_sec: how far it was at that time, and how fast; the speed is ``None`` at first.
+        time, step, steps_per_sec: how far it was at that time, and how fast. The step is ``None`` until the session is
+            created, and the speed a little longer.
         run_time, stalled, report: see :class:`Watched`.
         last_step: where it is expected to end, if that is known.
-        stopped: why it has ended; ``None`` while it runs, or if its process was killed.
+        stopped: why it closes, or has ended; ``None`` while it trains, or if its process was killed.
         failed: whether that is an error.
+        ended: whether it is closed. If it has stopped, and this is false, it closes.
+        process_start, system: what tells the process from another one with its number: see
+            :func:`torchhooks.common.processes.start_time` and :func:`~torchhooks.common.processes.system_id`.
     """
 
     pid: int
     host: str
     world_size: int
     began: float
-    began_at: int
+    began_at: int | None
     time: float
-    step: int
+    step: int | None
     run_time: float
     steps_per_sec: float | None = None
     last_step: int | None = None
@@ -80,6 +92,14 @@ class Record(NamedTuple):
     report: str | None = None
     stopped: str | None = None
     failed: bool = False
+    ended: bool = False
+    process_start: int = 0
+    system: str | None = None
+
+    @property
+    def is_alive(self) -> bool | None:
+        """Whether its process is there; ``None`` if that cannot be seen from here."""
+        return is_alive(self.pid, self.process_start, self.system, self.host)
 
 
 def read_record(folder: str) -> Record | None:
@@ -95,12 +115,27 @@ def decoded_record(data: bytes) -> Record | None:
     """Return the record in a file with the contents ``data``; ``None`` if it is not what a loop has written."""
     try:
         found = json.loads(data)
-        record = Record(**{name: found[name] for name in Record._fields})
-    except (ValueError, LookupError, TypeError, RecursionError):
+        record = Record(**{name: found[name] for name in Record._fields if name in found})
+    except (ValueError, TypeError, RecursionError):
         return None
     kinds = get_type_hints(Record)
     is_valid = all(_is_of(getattr(record, name), kind) for name, kind in kinds.items())
     return record if is_valid and record.pid > 0 else None
+
+
+def lock_stacks(folder: str, world_size: int) -> tuple[int, str] | None:
+    """Return on which rank a call keeps Python's global lock, and the file with its stacks; ``None`` if on none.
+
+    A loop that goes on empties the file: after a pause of the whole process, it was written an instant before.
+    """
+    for name in sorted(os.listdir(folder)):
+        named, path = _LOCK_STACKS.fullmatch(name), os.path.join(folder, name)
+        if named is not None and int(named[1]) < world_size:
+            with suppress(OSError):  # the loop has just ended
+                found = os.stat(path)
+                if found.st_size and time.time() - found.st_mtime > LOCK_SECS:
+                    return int(named[1]), path
+    return None
 
 
 def _is_of(value: object, kind: Any) -> bool:
@@ -116,7 +151,6 @@ class RunRecord:
     Args:
         folder: the folder of checkpoints.
         world_size: how many ranks there are.
-        session: returns the current session.
         watched: returns what a watch knows of the loop.
         on_request: called with the folder into which the command ``stacks`` wants the stacks of all threads.
     """
@@ -125,15 +159,26 @@ class RunRecord:
         self,
         folder: str,
         world_size: int,
-        session: Callable[[], Session],
         watched: Callable[[], Watched],
         on_request: Callable[[str], object],
     ) -> None:
         self._path, self._request_path = os.path.join(folder, NAME), os.path.join(folder, REQUEST)
-        self._session, self._watched, self._on_request = session, watched, on_request
-        began, step = time.time(), session().global_step
+        self._session: Callable[[], Session] | None = None
+        self._watched, self._on_request = watched, on_request
         self._samples: deque[tuple[float, int]] = deque(maxlen=_RATE_SAMPLES)
-        self._record = Record(os.getpid(), socket.gethostname(), world_size, began, step, began, step, began)
+        now, pid = time.time(), os.getpid()
+        self._record = Record(
+            pid,
+            socket.gethostname(),
+            world_size,
+            began=now,
+            began_at=None,
+            time=now,
+            step=None,
+            run_time=now,
+            process_start=start_time(pid),
+            system=system_id(),
+        )
         self._closed = threading.Event()
         self._has_failed = False
         self._lock = threading.Lock()  # or the thread could replace the last record by one of a moment before
@@ -144,9 +189,25 @@ class RunRecord:
         writing = partial(_write_again, weakref.ref(self), self._closed)
         threading.Thread(target=writing, name="torchhooks run record", daemon=True).start()
 
-    def close(self) -> None:
-        """End the thread."""
+    def begin_session(self, session: Callable[[], Session]) -> None:
+        """Say from now on how far the loop is. ``session`` returns its current session."""
+        with self._lock:
+            self._session = session
+            self._record = self._record._replace(began_at=session().global_step)
+            self._write()
+
+    def finish(self, stopped: str, failed: bool) -> None:
+        """Say that the loop closes, and why. What is left are the hooks' ``teardown`` and the other ranks."""
+        with self._lock:
+            self._record = self._record._replace(stopped=stopped, failed=failed)
+            self._write()
+
+    def close(self, stopped: str, failed: bool) -> None:
+        """Say that the loop has ended, and end the thread."""
         self._closed.set()
+        with self._lock:
+            self._record = self._record._replace(stopped=stopped, failed=failed, ended=True)
+            self._write()
 
     def look_for_request(self) -> None:
         """Pass on what ``python -m torchhooks stacks`` asks for."""
@@ -157,33 +218,32 @@ class RunRecord:
             if REQUEST_NAME.fullmatch(name):
                 self._on_request(name)
 
-    def write(self, stopped: str | None = None, failed: bool = False) -> None:
-        """Write the record: ``stopped`` is why the loop has ended, if it has."""
+    def write(self) -> None:
+        """Write the record, unless the loop has ended."""
         with self._lock:
-            if self._record.stopped is None:
-                self._write(stopped, failed)
+            if not self._record.ended:
+                self._write()
 
-    def _write(self, stopped: str | None, failed: bool) -> None:
-        session, now = self._session(), time.time()
-        step = session.global_step
-        self._samples.append((now, step))
-        first_time, first_step = self._samples[0]
-        passed = now - first_time
-        rate = (step - first_step) / passed if passed > 0 and step >= first_step else self._record.steps_per_sec
+    def _write(self) -> None:
+        record, now = self._record, time.time()
+        if os.getpid() != record.pid:  # a process that was forked from it, and has left the loop
+            return
         run_time, stalled, report = self._watched()
-        last_step = session.expected_last_step if stopped is None else self._record.last_step
-        self._record = self._record._replace(
-            time=now,
-            step=step,
-            run_time=run_time,
-            steps_per_sec=rate,
-            last_step=last_step,
-            stalled=stalled,
-            report=report,
-            stopped=stopped,
-            failed=failed,
-        )
-        self._replace(json.dumps(self._record._asdict()))
+        if record.ended:
+            stalled = report = None
+        record = record._replace(time=now, run_time=run_time, stalled=stalled, report=report)
+        if self._session is not None:
+            session = self._session()
+            step = session.global_step
+            self._samples.append((now, step))
+            first_time, first_step = self._samples[0]
+            passed = now - first_time
+            rate = (step - first_step) / passed if passed > 0 and step >= first_step else record.steps_per_sec
+            # The hooks tell it, which are not asked any more once they are torn down.
+            last_step = session.expected_last_step if record.stopped is None else record.last_step
+            record = record._replace(step=step, steps_per_sec=rate, last_step=last_step)
+        self._record = record
+        self._replace(json.dumps(record._asdict()))
 
     def _replace(self, text: str) -> None:
         try:

@@ -17,7 +17,7 @@ import signal
 import time
 import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import cache, partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, Self
@@ -494,7 +494,14 @@ class MonitoredLoop(Generic[R]):
             arguments.stall_secs,
             arguments.stall_action == "abort",
         )
+        if arguments.saved_to is not None:
+            with suppress(OSError):  # the first save says so
+                os.makedirs(arguments.saved_to, exist_ok=True)  # on each rank, for its stacks
         watch.start()
+        if arguments.saved_to is not None and arguments.ranks.is_chief:  # not before the watch: the disk may block
+            size = arguments.ranks.size
+            self._record = RunRecord(arguments.saved_to, size, lambda: watch.watched, lambda name: watch.request(name))
+            self._record.start()
         for slot in self._schedule.all_hooks:
             schedule.signals.wait_for(slot.signals)
         for slot in self._schedule.all_hooks:
@@ -516,12 +523,8 @@ class MonitoredLoop(Generic[R]):
             warn_of_missing_parts(arguments)
             warn_of_other_parameters(arguments)
             warn_of_another_folder(arguments)
-        if arguments.saved_to is not None and arguments.ranks.is_chief:
-            size = arguments.ranks.size
-            self._record = RunRecord(
-                arguments.saved_to, size, lambda: sessions.session, lambda: watch.watched, watch.request
-            )
-            self._record.start()
+        if self._record is not None:
+            self._record.begin_session(lambda: sessions.session)
         self._state.set_pending()  # the end of the first run looks up what hooks will ask for
 
     # -- end ----------------------------------------------------------------------------------------------------------
@@ -557,8 +560,7 @@ class MonitoredLoop(Generic[R]):
         finally:  # also after an interrupt between two of the calls
             self._schedule.signals.close()
             if self._record is not None:
-                attempt(self._record.write, state.reason, state.failure is not None)
-                self._record.close()
+                attempt(self._record.close, *self._outcome(attempt))
             if self._watch is not None:
                 self._watch.close()
             attempt(state.signals.restore)
@@ -573,6 +575,12 @@ class MonitoredLoop(Generic[R]):
                     logger.error("while the loop was closed after an error", exc_info=other)
         if cause is not None:
             raise cause  # with the error that it has caused as its context
+
+    def _outcome(self, attempt: Attempts) -> tuple[str, bool]:
+        """Return why the loop has ended, and whether that is an error, also one of its close."""
+        if self._state.failure is None and attempt.errors:
+            return brief(attempt.errors[0]), True
+        return self._state.reason or "closed", self._state.failure is not None
 
     def _log_stop(self, failed: bool) -> None:
         """Log which signal stopped the loop, and from where another process continues."""
@@ -599,7 +607,7 @@ class MonitoredLoop(Generic[R]):
         sessions.session.close_savers(attempt)
         attempt(sessions.join_threads)
         if self._record is not None:  # before the hooks that copy it
-            attempt(self._record.write, self._state.reason, self._state.failure is not None or bool(attempt.errors))
+            attempt(self._record.finish, *self._outcome(attempt))
         for slot in participants[: self._begun]:
             attempt(sessions.call, slot, "teardown", slot.hook.teardown)
         if self._step_counter is not None:

@@ -27,7 +27,7 @@ def add_commands(commands: Any) -> None:
 
 
 def status(path: str, as_json: bool = False) -> int:
-    """Print the status of the training run in ``path``. Return 0, or 1 if it was killed or has failed."""
+    """Print the status of the training run in ``path``. Return 0 if it makes steps or has ended well, or else 1."""
     if is_url(path):
         with _named(path):
             found = read_status_of_copy(Store(path))
@@ -41,9 +41,7 @@ def status(path: str, as_json: bool = False) -> int:
         width = max(len(name) for name, _ in lines)
         for name, text in lines:
             print(plain(f"{name:{width}}  {text}").replace("\n", "\\n"))
-    record = found.record
-    has_ended_well = record is not None and record.stopped is not None and not record.failed
-    return 0 if found.is_alive or has_ended_well else 1
+    return 0 if found.is_well else 1
 
 
 def mirror(source: str, target: str, as_json: bool = False) -> int:

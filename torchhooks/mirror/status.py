@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -13,8 +12,9 @@ from typing import Any, NamedTuple
 
 from torchhooks.checkpoints.folder import Checkpoint, has_manifest, inspect, is_checkpoint
 from torchhooks.common.errors import CheckpointError, DamagedCheckpointError
-from torchhooks.lifecycle.run_record import LOCK_STACKS, PERIOD_SECS, Record, decoded_record, read_record
+from torchhooks.common.processes import STOPPED, process_state
 from torchhooks.lifecycle.run_record import NAME as RECORD
+from torchhooks.lifecycle.run_record import PERIOD_SECS, WHY_SILENT, Record, decoded_record, lock_stacks, read_record
 from torchhooks.mirror.curves import Point, read_curves
 from torchhooks.mirror.layout import MARKER, CopyContents, is_copied, read_marker
 from torchhooks.mirror.store import Store
@@ -27,7 +27,8 @@ class State(NamedTuple):
     """Whether a training run is alive.
 
     Args:
-        word: ``"running"``, ``"stalled"``, ``"ended"``, ``"failed"``, ``"killed"``, ``"silent"`` or ``"unknown"``.
+        word: ``"running"``, ``"closing"``, ``"stalled"``, ``"ended"``, ``"failed"``, ``"killed"``, ``"silent"`` or
+            ``"unknown"``.
         text: the same for people, with the process, and with what stopped it.
     """
 
@@ -54,6 +55,12 @@ class Status:
     def is_alive(self) -> bool:
         """Whether it makes steps, as far as that is known."""
         return self.state.word == "running"
+
+    @property
+    def is_well(self) -> bool:
+        """Whether it makes steps, has ended well, or is about to."""
+        has_failed = self.record is not None and self.record.failed
+        return self.is_alive or (self.state.word in ("closing", "ended") and not has_failed)
 
     @property
     def speed(self) -> float | None:
@@ -87,7 +94,8 @@ class Status:
         last = None if self.record is None else self.record.last_step
         if last is None or self.step is None or not self.speed or not self.is_alive:
             return None
-        return max(0.0, (last - self.step) / self.speed)
+        secs = max(0.0, (last - self.step) / self.speed)
+        return secs if secs < math.inf else None
 
 
 def read_status(folder: str) -> Status:
@@ -107,12 +115,16 @@ def read_status(folder: str) -> Status:
     with suppress(OSError):  # the time of the file, as the clock of the machine that trains may differ
         age = time.time() - os.stat(os.path.join(folder, RECORD)).st_mtime
     status = _status(record, age, _SILENT_SECS, checkpoints, damaged, read_curves(_sizes_in(folder), read))
-    stacks = os.path.join(folder, LOCK_STACKS % 0)
-    with suppress(OSError):  # there is none
-        if record is not None and record.stopped is None and os.path.getsize(stacks) and _exists_here(record):
-            text = f"stalled: a call keeps Python's global lock in process {record.pid}, {stacks} has its stacks"
-            return replace(status, state=State("stalled", text))
-    return status
+    keeps = None if record is None or record.ended else lock_stacks(folder, record.world_size)
+    if record is None or keeps is None:
+        return status
+    rank, stacks = keeps
+    where = f"in process {record.pid}" if record.world_size == 1 else f"on rank {rank}"
+    if record.is_alive is False:
+        text = f"{status.state.text}; a call kept Python's global lock {where}, {stacks} has its stacks"
+        return replace(status, state=State("killed", text))
+    text = f"stalled: a call keeps Python's global lock {where}, {stacks} has its stacks"
+    return replace(status, state=State("stalled", text))
 
 
 def read_status_of_copy(store: Store) -> Status:
@@ -135,6 +147,8 @@ def read_status_of_copy(store: Store) -> Status:
     )
     data = store.read(RECORD)
     record = None if data is None else decoded_record(data)
+    if record is not None:
+        record = record._replace(ended=record.stopped is not None)  # copied in a teardown, before the loop says so
     return _status(record, store.age(RECORD), _SILENT_SECS + _COPY_SECS, checkpoints, damaged, curves)
 
 
@@ -158,7 +172,7 @@ def _status(
     if newest is not None:
         newest = replace(newest, time=newest.time + ahead)
         known.append((newest.step, newest.time))
-    if record is not None:  # it may have gone back, to a restored step
+    if record is not None and record.step is not None:  # it may have gone back, to a restored step
         known = [(record.step, record.run_time), *(each for each in known if each[1] > record.time)]
     step, moment = max(known, key=lambda each: each[1], default=(None, None))
     return Status(
@@ -205,30 +219,37 @@ def state_of(record: Record | None, silent_secs: float = _SILENT_SECS) -> State:
     """Return whether the loop that wrote ``record`` is alive."""
     if record is None:
         return State("unknown", "no process says that it trains here")
-    process = f"process {record.pid} on {record.host}"
-    if record.stopped is not None:
+    if record.ended:
         word = "failed" if record.failed else "ended"
         return State(word, f"{word} {ago(record.time)}: {record.stopped}")
-    if record.host == socket.gethostname() and not _exists_here(record):
-        return State("killed", f"killed: {process} is gone, {ago(record.time)} or later")
-    if time.time() - record.time > silent_secs:
-        return State("silent", f"no sign of life of {process} since {ago(record.time)}: killed, or out of reach")
+    process = f"process {record.pid} on {record.host}"
+    closes = "" if record.stopped is None else f" while it closes ({record.stopped})"
+    is_alive, silence = record.is_alive, time.time() - record.time
+    if is_alive is False:
+        where = closes if record.stalled is None else f", stalled {record.stalled}{closes}"
+        return State("killed", f"killed{where}: {process} is gone, {ago(record.time)} or later")
+    if is_alive and process_state(record.pid) in STOPPED:
+        text = f"stalled: {process} is stopped by a signal, and has written nothing for {span(silence)}"
+        return State("stalled", text)
+    if silence > silent_secs:
+        return _silent(process, closes, silence, is_alive)
     ranks = f", {record.world_size} ranks" if record.world_size > 1 else ""
-    if record.stalled is not None:  # both times are by one clock
-        length = span(record.time - record.run_time)
-        return State("stalled", f"stalled for {length} {record.stalled}, {process}{ranks}")
+    if record.stalled is not None:
+        length = span(time.time() - record.run_time)
+        return State("stalled", f"stalled for {length} {record.stalled}{closes}, {process}{ranks}")
+    if record.stopped is not None:
+        return State("closing", f"closes after {record.stopped}, {process}{ranks}")
     return State("running", f"running, {process}{ranks}, since {ago(record.began)}")
 
 
-def _exists_here(record: Record) -> bool:
-    """Return whether the process of ``record``, if it is one of this machine, is there."""
-    try:
-        os.kill(record.pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
+def _silent(process: str, closes: str, silence: float, is_alive: bool | None) -> State:
+    """Return the state of a loop whose record was not written for ``silence`` seconds."""
+    length = span(silence)
+    if is_alive is None:
+        return State("silent", f"no sign of life of {process} since {length} ago{closes}: killed, or out of reach")
+    if closes:
+        return State("stalled", f"stalled for {length}{closes}, {process}")
+    return State("silent", f"{process} is there, but has written nothing for {length}: {WHY_SILENT}")
 
 
 def lines_of(status: Status) -> Iterator[tuple[str, str]]:
