@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import functools
 import gc
 import importlib
@@ -2263,6 +2264,7 @@ def many_loops(rank: int, folder: str) -> tuple[int, int, list[Any]]:
     def count() -> list[int]:
         return [len(os.listdir(f"/proc/self/{what}")) for what in ("fd", "task")]
 
+    faulthandler.cancel_dump_traceback_later()  # the deadline of this process, whose thread a loop would end
     before, loops = count(), []
     for _ in range(4):
         saver = CheckpointSaverHook(folder, save_steps=1, saver=Saver(async_save=True))

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import re
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -117,8 +118,8 @@ def the_line(ended: Ended) -> str:
             "disk",
             2,
             1,
-            r"Rank 0 is not there: .* in run 1: in a save, test_jobs.py:\d+ \(create_blocked\)\. "
-            r"Rank 1 is in run 1: in a save, .*",
+            r"Rank 0 is not there: .* before its first run: in a save, test_jobs.py:\d+ \(create_blocked\)\. "
+            r"Rank 1 is before its first run: in a save, .*",
             marks=pytest.mark.release,
         ),
     ],
@@ -232,28 +233,54 @@ class StopsItsWorker(torch.utils.data.Dataset[int]):
         return index
 
 
-def train_alone(folder: str, fault: str) -> None:
+def train_alone(folder: str, fault: str, action: str = "abort") -> None:
     stalls.LOOK_SECS = 0.1
     lock = threading.Lock()
 
     def step(number: int) -> None:
+        if fault == "at once":
+            keep_the_lock(17)
+        if number == 5 and fault == "in the last run":
+            keep_the_lock(6)
         time.sleep(0.2)  # so that a look sees the runs before the fault
         if number == 3 and fault == "lock":
             with lock, lock:
                 pass
         if number == 3 and fault == "global lock":
-            ctypes.PyDLL(None).sleep(5)  # a PyDLL keeps Python's lock during the call
+            keep_the_lock(6)
+        if number == 3 and fault == "for ever":
+            keep_the_lock(1000)
+        if number == 3 and fault == "pause":
+            pause(6)
 
-    data: Any = range(ITEMS)
+    data: Any = range(1 if fault == "at once" else ITEMS)
     if fault == "killed worker":
         data = items_of_a_worker()
     if fault == "stopped worker":
         data = torch.utils.data.DataLoader(StopsItsWorker(), batch_size=None, num_workers=1)
     hooks = [CheckpointSaverHook(folder, every_n_steps=100), StopAtStepHook(last_step=ITEMS)]
     model = torch.nn.Linear(1, 1)
-    with MonitoredLoop(step, model, hooks=hooks, checkpoint_dir=folder, stall_secs=2, stall_action="abort") as loop:
+    with MonitoredLoop(
+        step,
+        model,
+        hooks=hooks,
+        checkpoint_dir=folder,
+        stall_secs=2,
+        stall_action=action,  # type: ignore[arg-type]
+    ) as loop:
         for number in loop.until_stop(data):
             loop.run(int(number))
+
+
+def keep_the_lock(secs: int) -> None:
+    ctypes.PyDLL(None).sleep(secs)  # a PyDLL keeps Python's lock during the call
+
+
+def pause(secs: int) -> None:
+    """Have all threads of this process stopped for ``secs`` seconds."""
+    command = f"kill -STOP {os.getpid()}; sleep {secs}; kill -CONT {os.getpid()}"
+    with subprocess.Popen(["sh", "-c", command]):
+        time.sleep(0.5)  # it is stopped in here
 
 
 @pytest.mark.slow
@@ -285,9 +312,62 @@ def test_a_process_that_stands_still_says_why_and_ends(fault: str, place: str, t
 
 
 @pytest.mark.slow
-def test_a_call_that_keeps_the_global_lock_is_in_the_report_of_faulthandler(tmp_path: Path) -> None:
-    ended = processes.call(train_alone, str(tmp_path), "global lock")
+@pytest.mark.parametrize(
+    ("fault", "secs", "run"), [("global lock", 2, "[45]"), ("at once", 10, "[12]"), ("in the last run", 2, "6")]
+)
+def test_a_call_that_keeps_the_global_lock_is_in_the_report_of_faulthandler(
+    fault: str, secs: int, run: str, tmp_path: Path
+) -> None:
+    ended = processes.call(train_alone, str(tmp_path), fault, "report")
     assert ended.code == 0, ended.output
-    assert "lock for more than 2 s" in ended.output
-    (file,) = tmp_path.glob("stall-*/rank-0.lock.txt")
-    assert re.search(r"test_jobs.py\", line \d+ in step", file.read_text())
+    (line,) = re.findall(r"^CRITICAL:torchhooks:(.*)$", ended.output, re.MULTILINE)
+    assert line.startswith(f"a call kept Python's global lock for more than {secs} s")
+    (folder,) = tmp_path.glob("stall-*")
+    assert re.fullmatch(f"stall-{run}", folder.name)
+    assert re.search(r"test_jobs.py\", line \d+ in keep_the_lock", (folder / "rank-0.lock.txt").read_text())
+    assert (folder / "report.md").read_text() == f"{line}\n"
+    assert not (tmp_path / ".stall-rank-0.txt").exists()
+
+
+@pytest.mark.slow
+def test_a_call_that_keeps_the_global_lock_is_ended_by_another_process(tmp_path: Path) -> None:
+    ended = processes.call(train_alone, str(tmp_path), "for ever")
+    assert ended.code == -signal.SIGKILL
+    assert f"killing it; {tmp_path}/.stall-rank-0.txt has its stacks" in ended.output
+    assert "in keep_the_lock" in (tmp_path / ".stall-rank-0.txt").read_text()
+
+
+@pytest.mark.slow
+def test_a_pause_of_the_whole_process_is_no_stall(tmp_path: Path) -> None:
+    ended = processes.call(train_alone, str(tmp_path), "pause")
+    assert ended.code == 0, ended.output
+    assert "CRITICAL" not in ended.output
+    assert not list(tmp_path.glob("stall-*"))
+
+
+@pytest.mark.parametrize("leaves", ["sys.exit(0)", "os._exit(0)", "train()"])
+def test_a_forked_process_ends_while_the_loop_of_its_parent_is_open(leaves: str, tmp_path: Path) -> None:
+    program = f"""
+    import os, sys
+    from pathlib import Path
+    from torchhooks import CheckpointSaverHook, MonitoredLoop
+    from torchhooks.lifecycle.run_record import read_record
+
+    folder = Path({str(tmp_path)!r})
+
+    def train():
+        with MonitoredLoop(bool, hooks=[CheckpointSaverHook(folder / "child", save_steps=9)]) as loop:
+            loop.run(1)
+        os._exit(0)
+
+    with MonitoredLoop(bool, hooks=[CheckpointSaverHook(folder / "run", save_steps=9)]) as loop:
+        child = os.fork()
+        if not child:
+            {leaves}
+        loop.run(1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert not read_record(folder / "run").ended
+    assert read_record(folder / "run").ended
+    """
+    done = processes.fork_program(program)
+    assert done.returncode == 0, done.stderr

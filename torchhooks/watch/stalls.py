@@ -18,19 +18,19 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
-from contextlib import suppress
-from typing import IO
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 from torchhooks.common.errors import brief
 from torchhooks.common.files import replacing
 from torchhooks.common.log import logger
 from torchhooks.data.position import DataPosition
 from torchhooks.lifecycle.loop_state import LoopState
-from torchhooks.lifecycle.run_record import LOCK_STACKS, Watched
+from torchhooks.lifecycle.run_record import Watched
 from torchhooks.ranks.peers import Peers, end_process
 from torchhooks.ranks.ranks import LoopRanks
 from torchhooks.ranks.transport import flight_record
+from torchhooks.watch.global_lock import GlobalLockWatch
 from torchhooks.watch.places import IN_SCRIPT, NOT_WAITING, Place, children, format_stacks, kill_workers, locate
 from torchhooks.watch.report import RankState, first_line, report, short_line
 
@@ -87,9 +87,8 @@ class Watch:
         self._request = ""  # the folder for the stacks that a command asked for
         self._stall: tuple[str, str] | None = None  # the stall that was reported: in short, and as the line of the log
         self._run_time = time.time()
-        self._file_lock = threading.Lock()  # or a look would create the file that close() has just removed
-        self._can_have_lock_file = True
-        self._lock_file: IO[bytes] | None = None  # where faulthandler writes if a call keeps Python's lock
+        self._lock_secs = 0.0  # after which faulthandler writes
+        self._lock = GlobalLockWatch(self._folder, ranks.rank, aborts, LOOK_SECS)
 
     def start(self) -> None:
         """Look once a second, in a thread that does not keep a loop that is dropped."""
@@ -98,17 +97,15 @@ class Watch:
         _open.add(self)
         looking = (weakref.ref(self), self._closed)
         threading.Thread(target=_look_again, args=looking, name="torchhooks watch", daemon=True).start()
+        with suppress(OSError, RuntimeError):  # the first look says so
+            self._watch_the_lock()  # not only then: what keeps the lock may come before it
 
     def close(self) -> None:
         """End the thread."""
         self._closed.set()
         _open.discard(self)
-        with self._file_lock:
-            if self._lock_file is not None:
-                faulthandler.cancel_dump_traceback_later()
-                self._lock_file.close()
-                with suppress(OSError):
-                    os.remove(self._lock_file.name)
+        if stacks := self._lock.close():
+            self._report_lock(stacks, self._lock_secs)
 
     @property
     def watched(self) -> Watched:
@@ -241,7 +238,7 @@ class Watch:
             faulthandler.dump_traceback(sys.__stderr__ or sys.stderr, all_threads=True)
             return
         folder = os.path.join(self._folder, name)
-        try:
+        with _warns_of(folder):
             os.makedirs(folder, exist_ok=True)
             listed = "\n".join(each.text for each in children())
             text = f"rank {rank}: {own.phase}, run {own.run}, {own.where}\n{listed}\n\n{format_stacks()}"
@@ -251,41 +248,31 @@ class Watch:
             if self._ranks.is_chief:  # last: a reader that waits for it finds this rank's stacks too
                 files = "The stacks of rank N are in rank-N.txt, next to this file, or in that folder of its machine."
                 _write_file(os.path.join(folder, "report.md"), report(states, line, files).encode(errors="replace"))
-        except OSError as error:
-            logger.warning("%s cannot be written (%s)", folder, error.strerror or error)
 
     # -- a call that keeps Python's lock, so that no thread can look --------------------------------------------------
 
     def _watch_the_lock(self) -> None:
-        """Have faulthandler write the stacks unless this is called again in time, and report what it has written."""
-        secs, rank = self._limit(self._is_slow), self._ranks.rank
-        if self._folder is None or not self._can_have_lock_file or secs == math.inf or not os.path.isdir(self._folder):
-            return
-        with self._file_lock:
-            if self._closed.is_set():
-                return
-            if self._lock_file is None:
-                path = os.path.join(self._folder, LOCK_STACKS % rank)
-                try:
-                    self._lock_file = open(path, "wb", buffering=0)  # noqa: SIM115 - closed in close()
-                except OSError:  # a folder to read checkpoints from, perhaps
-                    self._can_have_lock_file = False
-                    return
-            elif os.fstat(self._lock_file.fileno()).st_size:  # faulthandler has written, and the call has returned
-                folder = os.path.join(self._folder, f"stall-{self._state.total_runs + 1}")
-                os.makedirs(folder, exist_ok=True)
-                path = os.path.join(folder, f"rank-{rank}.lock.txt")
-                os.replace(self._lock_file.name, path)
-                self._lock_file.close()
-                self._lock_file = None
-                logger.critical(
-                    "a call kept Python's global lock for more than %g s, so no other thread could run: %s has the "
-                    "stacks",
-                    *(secs, path),
-                )
-                return
-            # Each call starts the time again. It is one look longer than a stall, which a look finds first if it can.
-            faulthandler.dump_traceback_later(secs + LOOK_SECS, file=self._lock_file)
+        """Have the stacks written unless this is called again in time, and report what was written."""
+        before = self._lock_secs
+        # One look longer than a stall, which a look finds first if it can.
+        self._lock_secs = self._limit(self._is_slow) + LOOK_SECS
+        if stacks := self._lock.arm(self._lock_secs):
+            self._report_lock(stacks, before)
+
+    def _report_lock(self, stacks: bytes, secs: float) -> None:
+        assert self._folder is not None  # or there is no file for the stacks
+        folder = os.path.join(self._folder, f"stall-{self._state.total_runs + 1}")
+        path = os.path.join(folder, f"rank-{self._ranks.rank}.lock.txt")
+        line = (
+            f"a call kept Python's global lock for more than {secs - LOOK_SECS:g} s, so no other thread could run: "
+            f"{path} has the stacks"
+        )
+        logger.critical("%s", line)
+        with _warns_of(folder):
+            os.makedirs(folder, exist_ok=True)
+            _write_file(path, stacks)
+            if self._ranks.is_chief:
+                _write_file(os.path.join(folder, "report.md"), f"{line}\n".encode())
 
 
 def _look_again(watch: weakref.ref[Watch], closed: threading.Event) -> None:
@@ -303,6 +290,15 @@ def _look_again(watch: weakref.ref[Watch], closed: threading.Event) -> None:
 def _is_interactive() -> bool:
     """Return whether the script is typed by a person, who may think between two runs."""
     return hasattr(sys, "ps1") or "ipykernel" in sys.modules
+
+
+@contextmanager
+def _warns_of(folder: str) -> Iterator[None]:
+    """Log a warning if ``folder`` cannot be written: the training run goes on without a report."""
+    try:
+        yield
+    except OSError as error:
+        logger.warning("%s cannot be written (%s)", folder, error.strerror or error)
 
 
 def _write_file(path: str, data: bytes) -> None:
