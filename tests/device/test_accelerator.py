@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -42,6 +43,7 @@ from torchhooks.common.files import Disk
 from torchhooks.device.accelerator import AcceleratorCopier
 from torchhooks.device.readback import MAX_BYTES, Readback
 from torchhooks.testing import RecordingWriter, log_lines
+from torchhooks.watch import stalls
 
 pytestmark = pytest.mark.accelerator
 
@@ -103,6 +105,25 @@ def test_the_host_runs_ahead_of_a_busy_device() -> None:
             loop.run()
         done.record()
         assert not done.query()
+
+
+def test_a_run_that_waits_for_the_device_is_said_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stalls, "LOOK_SECS", 0.02)
+    lines: list[str] = []
+
+    def step(number: int) -> torch.Tensor:
+        if number == 3:
+            keep_busy(1.5)
+        time.sleep(0.1)  # so that a look sees that the first runs are over
+        return torch.ones((), device=DEVICE)
+
+    reader = Reader(max_lag_runs=0)
+    with log_lines() as found, MonitoredLoop(step, hooks=[reader], checkpoint_dir=tmp_path, stall_secs=0.3) as loop:
+        for number in range(6):
+            loop.run(number)
+        lines += [text for level, text in found if level == "CRITICAL"]
+    assert len(lines) == 1
+    assert "It is in run 4: waits for the device, test_accelerator.py:" in lines[0]
 
 
 def test_a_value_that_has_not_arrived_by_its_deadline_is_waited_for() -> None:

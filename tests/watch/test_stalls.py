@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
+import faulthandler
+import inspect
 import json
 import math
 import multiprocessing
@@ -15,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import import_module
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,15 +30,34 @@ from support.rank_threads import Hub, ThreadRanks, in_threads
 from support.schemas import answer
 from support.waiting import wait_until
 
-from torchhooks import AtSteps, CheckpointSaverHook, EvaluationHook, MonitoredLoop, SessionRunHook
+from torchhooks import (
+    AtSteps,
+    CheckpointSaverHook,
+    EvaluationHook,
+    LoggingTensorHook,
+    MonitoredLoop,
+    PeerError,
+    SessionRunHook,
+)
 from torchhooks.__main__ import main
+from torchhooks.common.processes import process_state, start_time, system_id
 from torchhooks.lifecycle import run_record
 from torchhooks.lifecycle.loop_state import LoopState
 from torchhooks.lifecycle.run_record import Record, read_record
 from torchhooks.mirror.status import read_status
 from torchhooks.testing import log_lines
-from torchhooks.watch import commands, stalls
-from torchhooks.watch.places import AT_MEETING, IN_COLLECTIVE, NOT_WAITING, _child, children, kill_workers, locate
+from torchhooks.watch import commands, places, stalls
+from torchhooks.watch.global_lock import GlobalLockWatch
+from torchhooks.watch.places import (
+    AT_MEETING,
+    IN_COLLECTIVE,
+    NOT_WAITING,
+    _child,
+    children,
+    is_paused,
+    kill_workers,
+    locate,
+)
 from torchhooks.watch.report import RankState, first_line, report, short_line
 from torchhooks.watch.stalls import Watch
 
@@ -171,11 +194,15 @@ class Stands(SessionRunHook):
         if self._method == "end":
             self._gate.stand_still()
 
+    def teardown(self) -> None:
+        if self._method == "teardown":
+            self._gate.stand_still()
+
 
 def in_a_hook(method: str) -> Callable[[Gate, dict[str, Any]], None]:
     def run(gate: Gate, arguments: dict[str, Any]) -> None:
         with MonitoredLoop(bool, hooks=[Stands(gate, method)], **arguments) as loop:
-            for number in loop.until_stop(range(2 if method == "end" else 4)):
+            for number in loop.until_stop(range(3 if method in ("end", "teardown") else 4)):
                 loop.run(number)
 
     return run
@@ -211,6 +238,20 @@ def in_a_save(gate: Gate, arguments: dict[str, Any]) -> None:
             loop.run(number)
 
 
+def in_a_fetch(gate: Gate, arguments: dict[str, Any]) -> None:
+    made: list[int] = []
+
+    def fetch() -> float:
+        if len(made) == 3:
+            gate.stand_still()
+        return 0.5
+
+    hooks = [LoggingTensorHook({"value": fetch}, every_n_iter=1)]
+    with MonitoredLoop(made.append, hooks=hooks, **arguments) as loop:
+        for number in loop.until_stop(range(3)):
+            loop.run(number)
+
+
 @pytest.mark.parametrize(
     ("main", "phase", "looks"),
     [
@@ -220,7 +261,9 @@ def in_a_save(gate: Gate, arguments: dict[str, Any]) -> None:
         (in_the_script, "in code of the script, Event.wait, test_stalls.py:", 17),
         (in_a_hook("before_run"), "in before_run of Stands, Event.wait, test_stalls.py:", 17),
         (in_a_hook("after_run"), "in after_run of Stands, Event.wait, test_stalls.py:", 17),
-        (in_a_hook("end"), "closes the loop, Event.wait, test_stalls.py:", 17),
+        (in_a_hook("end"), "in end of Stands, Event.wait, test_stalls.py:", 17),
+        (in_a_hook("teardown"), "in teardown of Stands, Event.wait, test_stalls.py:", 17),
+        (in_a_fetch, "in a fetch, Event.wait, test_stalls.py:", 17),
         (in_an_evaluation, "in an evaluation, Event.wait, test_stalls.py:", 17),
         (in_a_save, "in a save, Event.wait, test_stalls.py:", 17),
     ],
@@ -232,7 +275,8 @@ def test_the_report_names_the_place(
         job.look(looks - 1)
         assert not list(tmp_path.glob("stall-*"))
         job.look(3)  # one report for one stall
-        line = f"no run was completed for {(looks - 2) * 100} s. It is in run 3: {phase}"
+        when = "after" if "end" in phase or "teardown" in phase else "in"
+        line = f"no run was completed for {(looks - 2) * 100} s. It is {when} run 3: {phase}"
         assert job.report().startswith(line)
         assert "(stand_still)" in job.report().splitlines()[0]
         assert "gate.stand_still()" in (tmp_path / "stall-3/rank-0.txt").read_text()
@@ -326,6 +370,79 @@ def test_a_pause_at_an_interactive_prompt_is_none(
         assert is_quiet(job, 30, lines)
 
 
+class StandardInput:
+    """A standard input that calls a function when ``input()`` asks it for a line."""
+
+    encoding, errors = "utf-8", "strict"
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self._call = call
+
+    def fileno(self) -> int:
+        raise OSError("it has no number")
+
+    def readline(self, *_: object) -> str:
+        self._call()
+        return "x\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("input('? ')", True),
+        ("text = [input()]", True),
+        ("ask('? ')", True),
+        ("builtins.input(*[])", True),
+        ("console(note)", True),
+        ("other(note)", False),
+        ("note()", False),
+    ],
+)
+def test_a_prompt_is_none(line: str, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[bool] = []
+
+    def note() -> None:
+        frame: Any = sys._getframe()  # noqa: SLF001
+        while frame.f_code.co_filename == __file__:  # up to the frame that would call C code
+            frame = frame.f_back
+        said.append(is_paused(frame))
+
+    monkeypatch.setattr(sys, "stdin", StandardInput(note))
+    names = {
+        "ask": input,
+        "builtins": builtins,
+        "console": collective("code", "raw_input", threading.__file__),
+        "other": collective("threading", "run", threading.__file__),
+        "note": note,
+    }
+    script = f"def step():\n    {line}\nfor _ in range(20):\n    step()"  # so often that Python specializes the call
+    exec(compile(script, "script.py", "exec"), {"__name__": "__main__", **names})
+    assert said == [expected] * 20
+
+
+def test_a_script_that_runs_in_a_debugger_is_not_paused(tmp_path: Path) -> None:
+    def run(gate: Gate, arguments: dict[str, Any]) -> None:
+        debugger = eval("lambda call: call()", {"__name__": "bdb"})
+        debugger(partial(in_the_step, gate, arguments))
+
+    with Job(tmp_path, run) as job:
+        job.look(5)
+        job.report()
+
+
+def test_the_time_of_a_pause_does_not_count_afterwards(
+    tmp_path: Path, lines: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Job(tmp_path, in_the_step) as job:
+        monkeypatch.setattr(job.watch, "_is_paused", lambda place: True)
+        assert is_quiet(job, 30, lines)
+        monkeypatch.setattr(job.watch, "_is_paused", lambda place: False)
+        assert is_quiet(job, 2, lines)
+        assert RankState.from_text(job.watch._state_text()).is_excused  # noqa: SLF001
+        job.look(1)
+        job.report()
+
+
 def test_a_limit_without_end_is_none(tmp_path: Path, lines: list[tuple[str, str]]) -> None:
     with Job(tmp_path, in_the_step, stall_secs=math.inf) as job:
         assert is_quiet(job, 100, lines)
@@ -391,7 +508,7 @@ def test_a_hook_that_stands_still_where_the_loop_is_created(tmp_path: Path) -> N
 
     with Job(tmp_path, run) as job:
         job.look(17)
-        assert job.watch.watched.stalled == "in run 1 (creates the loop)"
+        assert job.watch.watched.stalled == "before its first run (in begin of Begins)"
 
 
 def test_without_a_folder_the_stacks_are_printed(
@@ -414,9 +531,10 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, lines: list[tuple[str, 
 
 def test_a_call_that_kept_the_lock_is_reported_once(tmp_path: Path, lines: list[tuple[str, str]]) -> None:
     with Job(tmp_path, in_the_step) as job:
-        job.look(1)
+        job.look(2)
         stacks = tmp_path / ".stall-rank-0.txt"
         stacks.write_text("stacks")  # as faulthandler does
+        os.utime(stacks, (time.time() - 10,) * 2)
         own = Record(os.getpid(), socket.gethostname(), 1, 0.0, 0, 0.0, 7, 0.0)
         (tmp_path / ".run.json").write_text(json.dumps(own._asdict()))
         status = read_status(str(tmp_path))
@@ -443,6 +561,96 @@ def test_a_look_after_the_end_leaves_no_file(tmp_path: Path) -> None:
     with Job(tmp_path, in_the_step) as job:
         job.look(1)
     job.look(1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_report_is_complete_before_the_loop_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = stalls._write_file  # noqa: SLF001
+
+    def write_slowly(path: str, data: bytes) -> None:
+        time.sleep(0.2)
+        write(path, data)
+
+    monkeypatch.setattr(stalls, "_write_file", write_slowly)
+    with Job(tmp_path, in_a_hook("teardown")) as job:
+        job.look(17)
+    assert {each.name for each in (tmp_path / "stall-3").iterdir()} == {"rank-0.txt", "report.md"}
+
+
+def test_a_call_that_kept_the_lock_until_the_end_is_reported_at_the_close(
+    tmp_path: Path, lines: list[tuple[str, str]]
+) -> None:
+    with Job(tmp_path, in_the_step) as job:
+        job.look(2)
+        stacks = tmp_path / ".stall-rank-0.txt"
+        stacks.write_text("stacks")
+        os.utime(stacks, (time.time() - 10,) * 2)
+    assert (tmp_path / "stall-4/rank-0.lock.txt").read_text() == "stacks"
+    assert "(run" not in (tmp_path / "stall-4/report.md").read_text()
+    assert len([text for level, text in lines if level == "CRITICAL"]) == 1
+
+
+def test_what_was_written_after_a_pause_of_the_process_is_no_stall(
+    tmp_path: Path, lines: list[tuple[str, str]]
+) -> None:
+    with Job(tmp_path, in_the_step) as job:
+        job.look(2)
+        (tmp_path / ".stall-rank-0.txt").write_text("stacks")
+        assert read_status(str(tmp_path)).state.word == "unknown"
+        job.look(1)
+        assert (tmp_path / ".stall-rank-0.txt").read_text() == ""
+    assert not list(tmp_path.glob("*stall*"))
+    assert not [text for level, text in lines if level == "CRITICAL"]
+
+
+def test_a_file_for_the_stacks_that_another_process_has_removed_is_made_again(tmp_path: Path) -> None:
+    with Job(tmp_path, in_the_step) as job:
+        (tmp_path / ".stall-rank-0.txt").unlink()
+        job.look(1)
+        assert (tmp_path / ".stall-rank-0.txt").exists()
+
+
+def test_without_another_process_faulthandler_ends_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    armed: list[dict[str, Any]] = []
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda secs, **given: armed.append(given))
+    for pid in (os.getpid(), 1):
+        monkeypatch.setattr(os, "getpid", lambda pid=pid: pid)
+        watch = GlobalLockWatch(str(tmp_path), 0, aborts=True, look_secs=1.0)
+        watch.arm(100.0)
+        assert (watch._guard is None) == (pid == 1)  # noqa: SLF001
+        watch.close()
+    assert [given["exit"] for given in armed] == [False, True]
+
+
+def test_a_guard_that_cannot_be_started_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    armed: list[dict[str, Any]] = []
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda secs, **given: armed.append(given))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "gone"))
+    watch = GlobalLockWatch(str(tmp_path), 0, aborts=True, look_secs=1.0)
+    watch.arm(100.0)
+    watch.close()
+    assert [given["exit"] for given in armed] == [True]
+
+
+def test_a_timer_that_cannot_be_set_keeps_no_loop_from_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("unable to start watchdog thread")
+
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", refuse)
+    with MonitoredLoop(bool, checkpoint_dir=tmp_path) as loop:
+        loop.run()
+
+
+def test_a_guard_ends_with_a_loop_that_was_dropped(tmp_path: Path) -> None:
+    watch = GlobalLockWatch(str(tmp_path), 0, aborts=True, look_secs=1.0)
+    watch.arm(100.0)
+    process = watch._guard  # noqa: SLF001
+    assert process is not None
+    assert process.poll() is None
+    del watch
+    assert process.poll() is not None
     assert not list(tmp_path.iterdir())
 
 
@@ -478,7 +686,37 @@ def test_a_state_that_cannot_be_found_out_ends_nothing(
         job.look(5)
         wait_until(lambda: any(level == "CRITICAL" for level, _ in lines))
         (line,) = [text for level, text in lines if level == "CRITICAL"]
-        assert line.endswith("run 0: unknown (RuntimeError: changed).")
+        assert line.endswith("It is in run 3: unknown (RuntimeError: changed).")
+
+
+def test_the_status_says_at_once_that_a_loop_stands_still_and_that_it_goes_on(tmp_path: Path) -> None:
+    with Job(tmp_path, in_a_save) as job:
+        job.look(17)
+        wait_until(lambda: read_status(str(tmp_path)).state.word == "stalled")  # and not ten seconds later
+        assert read_status(str(tmp_path)).secs_left is None
+        job.gate.open()
+        wait_until(lambda: job.watch._state.runs == 3)  # noqa: SLF001
+        job.look(1)
+        wait_until(lambda: read_status(str(tmp_path)).state.word in ("running", "closing", "ended"))
+
+
+def test_a_thread_without_a_frame_may_be_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Job(tmp_path, in_the_step) as job:
+        monkeypatch.setattr(job.watch, "_frame", lambda: None)
+        state = RankState.from_text(job.watch._state_text())  # noqa: SLF001
+        assert (state.phase, state.run_text) == ("outside of Python's code, as at its prompt", "after run 2")
+    state = RankState.from_text(job.watch._state_text())  # noqa: SLF001
+    assert state.phase == "its thread has ended"
+
+
+def test_the_stacks_that_a_killed_process_has_left_are_kept(tmp_path: Path, lines: list[tuple[str, str]]) -> None:
+    (tmp_path / ".stall-rank-0.txt").write_text("stacks")
+    with Job(tmp_path, in_the_step):
+        pass
+    kept = tmp_path / ".stall-rank-0.killed.txt"
+    assert kept.read_text() == "stacks"
+    said = f"a call kept Python's global lock in the last process here: {kept} has its stacks"
+    assert ("WARNING", said) in lines
 
 
 def test_the_status_of_a_loop_that_stands_still(
@@ -543,6 +781,33 @@ def test_the_command_stacks_without_an_answer(
     monkeypatch.setattr(commands, "_WAIT_SECS", 0.2)
     assert main(["stacks", str(tmp_path)]) == 1
     assert "process 1 on another has not answered for 0.2 s" in capsys.readouterr().err
+    assert not (tmp_path / ".stacks").exists()
+
+
+@pytest.mark.parametrize("how", ["gone", "stopped", "keeps the lock"])
+def test_the_command_stacks_does_not_wait_for_a_process_that_cannot_answer(
+    how: str, worker: BaseProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pid = worker.pid
+    assert pid is not None
+    now = time.time()
+    record = Record(
+        pid, socket.gethostname(), 1, now, 0, now, 7, now, process_start=start_time(pid), system=system_id()
+    )
+    (tmp_path / ".run.json").write_text(json.dumps(record._asdict()))
+    if how == "keeps the lock":
+        (tmp_path / ".stall-rank-0.txt").write_text("stacks")
+        os.utime(tmp_path / ".stall-rank-0.txt", (now - 10,) * 2)
+    else:
+        os.kill(pid, signal.SIGSTOP if how == "stopped" else signal.SIGKILL)
+        wait_until(lambda: process_state(pid) == ("T" if how == "stopped" else "Z"))
+    assert main(["stacks", str(tmp_path)]) == 1
+    said = {
+        "gone": "is gone, so there are no stacks",
+        "stopped": "is stopped by a signal: it answers after kill -CONT",
+        "keeps the lock": f"keeps Python's global lock: {tmp_path}/.stall-rank-0.txt has its stacks",
+    }
+    assert said[how] in capsys.readouterr().err
     assert not (tmp_path / ".stacks").exists()
 
 
@@ -634,7 +899,7 @@ def test_ranks_that_all_wait_or_do_not_are_named_the_fewest_first() -> None:
 
 
 def test_a_state_survives_its_way_as_text() -> None:
-    state = RankState(7, 9, "p" * 500, "wö" * 300, IN_COLLECTIVE, "c" * 500, True, "stacks-1")
+    state = RankState(7, 9, "p" * 500, "wö" * 300, IN_COLLECTIVE, "c" * 500, True, True, True, "stacks-1")
     text = state.to_text()
     assert len(text.encode()) < 1000
     assert RankState.from_text(text) == state._replace(phase="p" * 240, where="w?" * 120, children="c" * 240)
@@ -667,6 +932,43 @@ def test_what_a_rank_waits_for_is_known_by_its_frames() -> None:
     assert [place.waits for place in frames] == [IN_COLLECTIVE, IN_COLLECTIVE, AT_MEETING]
     assert frames[0].where.startswith("all_reduce, test_stalls.py:")
     assert frames[2].phase == "waits for the other ranks"
+
+
+def test_a_wait_for_the_device_is_known_by_its_frames() -> None:
+    frames: list[Any] = []
+
+    def note() -> None:
+        frame = sys._getframe().f_back  # noqa: SLF001
+        assert frame is not None
+        frames.append(locate(frame, LoopState(), 0))
+
+    receive = collective("torchhooks.device.readback", "_receive", stalls.__file__)
+    write = collective("torchhooks.summary.tensorboard", "_write", stalls.__file__)
+    receive(note)
+    receive(lambda: note())  # a callback of the script
+    receive(partial(write, note))
+    assert [place.phase for place in frames] == ["waits for the device", *["in code of the script"] * 2]
+    assert not frames[0].is_slow
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *places.HOOK_METHODS,
+        places.HOOK_CALL,
+        places.ITEMS,
+        places.EVALUATE,
+        *places.OUTSIDE,
+        *places.RUN_PARTS,
+        *places.AFTER_STEP,
+    ],
+)
+def test_the_functions_by_which_a_place_is_known_exist(name: str) -> None:
+    module, owner, method = name.rsplit(".", 2)
+    function = getattr(getattr(import_module(module), owner), method)
+    assert f"{function.__module__}.{function.__qualname__}" == name
+    if name == places.HOOK_CALL:
+        assert {"slot", "name"} <= {*inspect.signature(function).parameters}
 
 
 def after_a_look(watch: Watch, is_so: bool) -> bool:
@@ -735,11 +1037,66 @@ def test_a_rank_that_may_take_long_excuses_the_others_until_its_own_time_is_over
     assert "Rank 0 is in run 3: in code of the script" in line
 
 
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_stall_that_is_over_when_the_ranks_answer_is_not_reported(
+    is_late: bool, tmp_path: Path, lines: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peers: Any = SimpleNamespace(ask_for_states=lambda: True)
+    with Job(tmp_path, in_the_step) as job:
+        watch = job.watch
+        watch._peers = peers  # noqa: SLF001
+        job.look(5)
+        asked_at = watch._asked_at  # noqa: SLF001
+        assert asked_at < time.monotonic()
+        monkeypatch.setattr(stalls, "LOOK_SECS", 0.2)
+        if is_late:  # the rank that could not answer goes on an instant later
+            watch._asked_at -= 1000  # noqa: SLF001
+            states = [watch._state_text()]  # noqa: SLF001
+            threading.Timer(0.05, job.gate.open).start()
+        else:
+            job.gate.open()
+            wait_until(lambda: watch._state.runs == 4)  # noqa: SLF001
+            states = [watch._state_text()]  # noqa: SLF001
+        watch._take_states(states)  # noqa: SLF001
+        if watch._reporting is not None:  # noqa: SLF001
+            watch._reporting.join()  # noqa: SLF001
+        assert watch.watched.stalled is None
+    assert not [text for level, text in lines if level == "CRITICAL"]
+    assert not list(tmp_path.glob("stall-*"))
+
+
+def test_an_answer_that_comes_late_is_reported_if_the_loop_still_stands_still(
+    tmp_path: Path, lines: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peers: Any = SimpleNamespace(ask_for_states=lambda: True)
+    with Job(tmp_path, in_the_step) as job:
+        watch = job.watch
+        watch._peers = peers  # noqa: SLF001
+        job.look(5)
+        watch._asked_at -= 1000  # noqa: SLF001
+        states = [watch._state_text()]  # noqa: SLF001
+        monkeypatch.setattr(stalls, "LOOK_SECS", 0.01)
+        watch._take_states(states)  # noqa: SLF001
+        job.report()
+    assert len([text for level, text in lines if level == "CRITICAL"]) == 1
+
+
 def test_a_rank_that_lost_the_others_asks_no_more(tmp_path: Path, lines: list[tuple[str, str]]) -> None:
-    peers: Any = SimpleNamespace(ask_for_states=lambda: False)
+    peers: Any = SimpleNamespace(ask_for_states=lambda: False, failure=PeerError("rank 1 is lost", 1))
     with Job(tmp_path, in_the_step) as job:
         job.watch._peers = peers  # noqa: SLF001
         assert is_quiet(job, 50, lines)
+
+
+def test_a_rank_that_others_have_left_reports_alone(tmp_path: Path, lines: list[tuple[str, str]]) -> None:
+    peers: Any = SimpleNamespace(ask_for_states=lambda: False, failure=None)
+    ranks: Any = SimpleNamespace(rank=1, is_chief=False)
+    with Job(tmp_path, in_a_hook("teardown")) as job:
+        job.watch._peers, job.watch._ranks = peers, ranks  # noqa: SLF001
+        job.look(50)
+        assert "It is after run 3: in teardown of Stands" in job.report()
+        assert (tmp_path / "stall-3/rank-1.txt").exists()
+        assert len([text for level, text in lines if level == "CRITICAL"]) == 1
 
 
 def test_workers_are_killed(worker: BaseProcess) -> None:

@@ -502,6 +502,7 @@ class MonitoredLoop(Generic[R]):
             size = arguments.ranks.size
             self._record = RunRecord(arguments.saved_to, size, lambda: watch.watched, lambda name: watch.request(name))
             self._record.start()
+            watch.on_change = self._record.write
         for slot in self._schedule.all_hooks:
             schedule.signals.wait_for(slot.signals)
         for slot in self._schedule.all_hooks:

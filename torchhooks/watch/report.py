@@ -16,10 +16,13 @@ class RankState(NamedTuple):
 
     Args:
         run: the number of the run in progress, over all processes of the training run.
+        when: ``"in"`` that run; ``"after"`` it where the loop is created or closed, and no run is to come.
         secs: for how long nothing was completed.
         phase, where, waits: see :class:`torchhooks.watch.places.Place`.
         children: which child processes are not well, as a text.
-        is_excused: whether it is no stall yet, because the rank is in a debugger, or in what may take long.
+        stands_still: whether nothing was completed for long until this very moment.
+        is_excused: whether it is no stall yet, because a person has paused the rank, or it is in what may take long.
+        is_late: whether the rank has waited long for this answer, because another one could not give it.
         request: the folder of a report that was asked for; ``""`` for a stall.
     """
 
@@ -29,8 +32,11 @@ class RankState(NamedTuple):
     where: str = ""
     waits: int = NOT_WAITING
     children: str = ""
+    stands_still: bool = False
     is_excused: bool = False
+    is_late: bool = False
     request: str = ""
+    when: str = "in"
 
     def to_text(self) -> str:
         # ASCII and cut, so that the whole is never cut in the middle.
@@ -41,12 +47,16 @@ class RankState(NamedTuple):
     def from_text(cls, text: str) -> RankState:
         return cls(*json.loads(text))
 
+    @property
+    def run_text(self) -> str:
+        return f"{self.when} run {self.run}" if self.run else "before its first run"
+
 
 def first_line(states: Sequence[RankState]) -> str:
     """Return where the ranks are in one line: those that the others wait for come first."""
     groups = _groups(states)
     if len(states) == 1:
-        return f"It is in run {states[0].run}: {_place(states[0])}."
+        return f"It is {states[0].run_text}: {_place(states[0])}."
     return " ".join(_sentence(ranks, state, is_missing, len(states)) for ranks, state, is_missing in groups)
 
 
@@ -54,7 +64,7 @@ def short_line(states: Sequence[RankState]) -> str:
     """Return what ``status`` says after ``"stalled for 6 min"``."""
     ranks, state, _ = _groups(states)[0]
     who = "" if len(states) == 1 else f"{rank_names(ranks, len(states))}: "
-    return f"in run {state.run} ({who}{state.phase})"
+    return f"{state.run_text} ({who}{state.phase})"
 
 
 def report(states: Sequence[RankState], line: str, files: str) -> str:
@@ -92,7 +102,7 @@ def _sentence(ranks: list[int], state: RankState, is_missing: bool, size: int) -
     does = ("is not there: it is" if one else "are not there: they are") if is_missing else "is" if one else "are"
     if not is_missing and state.waits == IN_COLLECTIVE:
         does = "waits" if one else "wait"
-    return f"{name[0].upper()}{name[1:]} {does} in run {state.run}: {_place(state)}."
+    return f"{name[0].upper()}{name[1:]} {does} {state.run_text}: {_place(state)}."
 
 
 def _place(state: RankState) -> str:
