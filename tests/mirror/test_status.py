@@ -344,6 +344,27 @@ def test_the_record_is_true_from_the_first_call_of_a_hook_to_the_last(
     assert read_status(str(folder)).state.word == "ended"
 
 
+def test_a_process_that_fails_at_once_leaves_the_record_of_the_one_that_trains_there(
+    record: Record, tmp_path: Path
+) -> None:
+    def fail() -> None:
+        raise OSError("started by mistake")
+
+    with subprocess.Popen(["sleep", "60"]) as process:
+        training = record._replace(pid=process.pid, process_start=start_time(process.pid))
+        (tmp_path / NAME).write_text(json.dumps(training._asdict()))
+        with pytest.raises(OSError, match="started by mistake"):
+            train_with(Hangs("begin", fail), tmp_path)
+        assert read_record(str(tmp_path)) == training
+        train_with(Hangs("begin", bool), tmp_path)  # it trains there too: a WARNING says so
+        assert read_status(str(tmp_path)).state.word == "ended"
+        process.kill()
+    (tmp_path / NAME).write_text(json.dumps(training._asdict()))
+    with pytest.raises(OSError, match="started by mistake"):
+        train_with(Hangs("begin", fail), tmp_path)
+    assert read_status(str(tmp_path)).state.word == "failed"
+
+
 def test_a_teardown_that_fails_is_a_failure(tmp_path: Path) -> None:
     def fail() -> None:
         raise OSError("the store is full")

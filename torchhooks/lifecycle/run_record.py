@@ -228,6 +228,8 @@ class RunRecord:
         record, now = self._record, time.time()
         if os.getpid() != record.pid:  # a process that was forked from it, and has left the loop
             return
+        if self._session is None and self._is_of_another():
+            return
         run_time, stalled, report = self._watched()
         if record.ended:
             stalled = report = None
@@ -244,6 +246,11 @@ class RunRecord:
             record = record._replace(step=step, steps_per_sec=rate, last_step=last_step)
         self._record = record
         self._replace(json.dumps(record._asdict()))
+
+    def _is_of_another(self) -> bool:
+        """Return whether another process trains in the folder. One that was started by mistake may fail at once."""
+        there = read_record(os.path.dirname(self._path))
+        return there is not None and there.pid != self._record.pid and not there.ended and there.is_alive is True
 
     def _replace(self, text: str) -> None:
         try:
