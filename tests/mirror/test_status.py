@@ -269,6 +269,29 @@ def test_a_checkpoint_that_the_saver_removes_meanwhile_is_not_called_damaged(
     assert "damaged" not in said
 
 
+def test_a_file_that_is_renamed_meanwhile_hides_no_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "curves.jsonl").write_text('{"step": 7, "time": 1.0, "loss": 0.5}\n')
+    scandir = os.scandir
+
+    class Entries(list[Any]):
+        def __enter__(self) -> list[Any]:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            """Nothing is open."""
+
+    def with_gone(path: str) -> Any:
+        gone = tmp_path / ".run.json.tmp"
+        gone.touch()
+        with scandir(path) as entries:
+            found = sorted(entries, key=lambda entry: entry.name)
+        gone.unlink()
+        return Entries(found)
+
+    monkeypatch.setattr(os, "scandir", with_gone)
+    assert list(read_status(str(tmp_path)).curves) == ["loss"]
+
+
 def test_a_histogram_is_no_curve(tmp_path: Path) -> None:
     model, ops = torch.nn.Linear(4, 1), {"weights": histogram("weights", "weight"), "norm": param_norm()}
     saving = SummarySaverHook(save_steps=1, output_dir=tmp_path, summary_op=ops)

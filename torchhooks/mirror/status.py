@@ -192,10 +192,12 @@ def _sizes_in(folder: str) -> dict[str, int]:
     for place in ("", *(entry.name for entry in os.scandir(folder) if entry.is_dir() and entry.name[0] != ".")):
         path = os.path.join(folder, place)
         if not place or not has_manifest(path):
-            with suppress(FileNotFoundError):  # the saver has just removed a checkpoint
-                for entry in os.scandir(path):
-                    if entry.is_file():
-                        sizes[f"{place}/{entry.name}".lstrip("/")] = entry.stat().st_size
+            # The saver may have just removed a checkpoint, and the loop renamed a file.
+            with suppress(FileNotFoundError), os.scandir(path) as entries:
+                for entry in entries:
+                    with suppress(FileNotFoundError):
+                        if entry.is_file():
+                            sizes[f"{place}/{entry.name}".lstrip("/")] = entry.stat().st_size
     return sizes
 
 
