@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from multiprocessing.process import BaseProcess
@@ -1037,15 +1038,22 @@ def test_a_rank_that_may_take_long_excuses_the_others_until_its_own_time_is_over
     assert "Rank 0 is in run 3: in code of the script" in line
 
 
+@contextmanager
+def job_that_has_asked(folder: Path) -> Iterator[Job]:
+    """Stand still in the step, on one of several ranks, which has asked the others where they are."""
+    peers: Any = SimpleNamespace(ask_for_states=lambda: True)
+    with Job(folder, in_the_step) as job:
+        job.watch._peers = peers  # noqa: SLF001
+        job.look(5)
+        yield job
+
+
 @pytest.mark.parametrize("is_late", [False, True])
 def test_a_stall_that_is_over_when_the_ranks_answer_is_not_reported(
     is_late: bool, tmp_path: Path, lines: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    peers: Any = SimpleNamespace(ask_for_states=lambda: True)
-    with Job(tmp_path, in_the_step) as job:
+    with job_that_has_asked(tmp_path) as job:
         watch = job.watch
-        watch._peers = peers  # noqa: SLF001
-        job.look(5)
         asked_at = watch._asked_at  # noqa: SLF001
         assert asked_at < time.monotonic()
         monkeypatch.setattr(stalls, "LOOK_SECS", 0.2)
@@ -1068,11 +1076,8 @@ def test_a_stall_that_is_over_when_the_ranks_answer_is_not_reported(
 def test_an_answer_that_comes_late_is_reported_if_the_loop_still_stands_still(
     tmp_path: Path, lines: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    peers: Any = SimpleNamespace(ask_for_states=lambda: True)
-    with Job(tmp_path, in_the_step) as job:
+    with job_that_has_asked(tmp_path) as job:
         watch = job.watch
-        watch._peers = peers  # noqa: SLF001
-        job.look(5)
         watch._asked_at -= 1000  # noqa: SLF001
         states = [watch._state_text()]  # noqa: SLF001
         monkeypatch.setattr(stalls, "LOOK_SECS", 0.01)

@@ -60,7 +60,7 @@ RUN_PARTS = {
     "torchhooks.loop.runner.Runner._evaluate": "in a fetch",
     "torchhooks.loop.runner.Runner.end_run": "at the end of the run",
 }
-"""The functions in which a run is that say less than those above, and what it does there."""
+"""What a run does in these functions, unless one of those above says it more exactly."""
 AFTER_STEP = ("torchhooks.loop.runner.Runner._after_run", "torchhooks.loop.runner.Runner.end_run")
 """The functions that are called in a run which is counted already."""
 _PACKAGE = str(Path(__file__).parent.parent) + os.sep

@@ -84,9 +84,10 @@ class Watch:
         self._folder = None if folder is None else os.path.abspath(folder)
         self._stall_secs, self._aborts = stall_secs, aborts
         self._training_thread = threading.get_ident()
-        # Three threads use what stands below: the one that looks; the tick thread, in _state_text() and _take_states();
-        # and the one that writes the run record, in watched and request(). Each attribute is replaced as a whole, and a
-        # thread that reads the value of a moment before makes up for it at the next look, so there is no lock.
+        # Four threads use what stands below: the one that looks; the tick thread, in _state_text() and _take_states();
+        # the one that writes the run record, in watched and request(); and the one that makes a report, which notes the
+        # stall. Each attribute is replaced as a whole, and a thread that reads the value of a moment before makes up
+        # for it at the next look, so there is no lock.
         self._closed = threading.Event()
         self._runs = 0
         self._counts: tuple[tuple[int, int], ...] = ()
