@@ -29,7 +29,7 @@ class _Waiting(NamedTuple):
 class DeferredCalls:
     """The calls to make between two items of the ``until_stop`` loops of one monitored loop."""
 
-    def __init__(self, depth: Callable[[], int] = int) -> None:
+    def __init__(self, depth: Callable[[], int] = lambda: 0) -> None:
         self.depth = depth
         """Returns how many ``until_stop`` loops are open."""
         self.waiting: dict[object, _Waiting] = {}

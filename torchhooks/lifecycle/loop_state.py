@@ -144,7 +144,7 @@ class LoopState:
     def __init__(
         self,
         signals: Iterable[str | Signals] = (),
-        function: Callable[..., Any] = bool,
+        function: Callable[..., Any] = lambda: None,
         steps_per_run: int = 1,
     ) -> None:
         self._thread = threading.get_ident()
@@ -155,7 +155,7 @@ class LoopState:
         """Whether the end of the run has something to handle."""
         self.runs = 0
         """How many runs were made. A run with hooks counts when its ``after_run`` calls begin."""
-        self.note_open: Callable[[bool], object] = bool
+        self.note_open: Callable[[bool], object] = lambda is_open: None
         """Called with whether ``end()`` of the hooks is still to be called, when that changes."""
         self.earlier_runs = 0
         """How many runs earlier processes made, less the runs of this loop that a restore took back."""

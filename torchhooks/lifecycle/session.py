@@ -63,9 +63,9 @@ class LoopServices:
     """What is accumulated for the hooks in every run."""
     inputs: Collection[str] = ()
     """The names of the step's parameters, which have values only during a run."""
-    drain: Callable[[], object] = bool
+    drain: Callable[[], object] = lambda: None
     """Makes every pending ``when_ready`` call, and waits for the device."""
-    interrupted: Callable[[], bool] = bool
+    interrupted: Callable[[], bool] = lambda: False
     """Returns whether a signal asked the loop to stop."""
     steps_per_run: int = 1
     """How many steps a run counts; 0 if the steps of the optimizer count instead."""

@@ -122,23 +122,17 @@ class Recording:
         return _Recorded(self.fed, caught, self._options, metadata)
 
 
-class Run(NamedTuple):
-    """A run in which hooks take part, from :meth:`Runner.begin` to :meth:`Runner.finish`."""
+Run = tuple[SessionRunContext, list[Request], list[HookSlot], Recording | None]
+"""A run in which hooks take part, from :meth:`Runner.begin` to :meth:`Runner.finish`.
 
-    context: SessionRunContext
-    requests: list[Request]
-    """What hooks have requested, in their order."""
-    participants: list[HookSlot]
-    """The hooks whose ``before_run`` was called."""
-    recording: Recording | None
-    """What hooks feed, watch and trace; ``None`` if they do not."""
+Its context; what hooks have requested, in their order; the hooks whose ``before_run`` was called; and what hooks feed,
+watch and trace, ``None`` if they do not. A plain tuple, because a hook in every run pays for it.
+"""
 
 
 _NOTHING_RECORDED = _Recorded({}, {}, RunOptions(), RunMetadata())
 _NO_RESULTS = SessionRunValues(None, _NOTHING_RECORDED.options, _NOTHING_RECORDED.metadata)
 _NO_VALUES: Mapping[HookSlot, SessionRunValues] = {}
-_new_tuple: Any = tuple.__new__  # builds a named tuple twice as fast as calling the class
-
 
 _RUNS_WITHOUT_STEP = 1000  # more than the gradients of one step accumulate over
 
@@ -196,14 +190,15 @@ class Runner:
     def run(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Any:
         """Make a whole run in which a hook is due, and return what the step function returned."""
         run, function = self._begin_due(args, kwargs), self.state.function
-        if run.recording is None:
+        recording = run[3]
+        if recording is None:
             # An empty ** would copy a dict.
             outputs = function(*args, **kwargs) if kwargs else function(*args)
         else:
             try:
-                outputs = function(*args, **{**kwargs, **run.recording.fed})
+                outputs = function(*args, **{**kwargs, **recording.fed})
             except BaseException:
-                run.recording.stop()
+                recording.stop()
                 raise
         self.finish(run, outputs)
         return outputs
@@ -264,8 +259,7 @@ class Runner:
             raise
         state.outputs = NO_OUTPUTS  # releases the last outputs before the step needs the memory
         recording = self._start_recording(requests, args, kwargs) if records else None
-        run: Run = _new_tuple(Run, (context, requests, participants, recording))
-        return run
+        return context, requests, participants, recording
 
     def finish(
         self,
@@ -290,12 +284,13 @@ class Runner:
         if self.rank_sync is not None:
             self.rank_sync.begin_run(self.state.runs + 1)
         context = self.state.context = SessionRunContext(self._services, args, kwargs)
-        self._complete(Run(context, [], [], None), outputs)
+        self._complete((context, [], [], None), outputs)
 
     def abandon(self, run: Run | None) -> None:
         """Remove what watches and traces the step of ``run``, whose body was left by an error."""
-        if run is not None and run.recording is not None:
-            run.recording.stop()
+        recording = None if run is None else run[3]
+        if recording is not None:
+            recording.stop()
 
     def _start_recording(
         self, requests: list[Request], args: tuple[object, ...] | None, kwargs: Mapping[str, object]
@@ -380,7 +375,7 @@ class Runner:
         values: dict[HookSlot, SessionRunValues] = {}
         for slot, (fetches, _, _) in requests:
             results = None if fetches is None else evaluator.evaluate(fetches, slot)
-            values[slot] = _new_tuple(SessionRunValues, (results, options, metadata))
+            values[slot] = SessionRunValues(results, options, metadata)
         return values
 
     def _after_run(

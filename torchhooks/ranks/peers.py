@@ -197,7 +197,7 @@ class Peers:
         # What a watch of the loop asks for: see ask_for_states().
         self.state_text: Callable[[], str] = str
         """Returns what this rank says of itself, in at most 1,000 bytes. The tick thread calls it."""
-        self.on_states: Callable[[list[str]], object] = bool
+        self.on_states: Callable[[list[str]], object] = lambda states: None
         """Takes what all ranks said, on all ranks. The tick thread calls it, so it must not wait for anything."""
         self._states_wanted = self._states_told = 0  # the number of the exchange: equal on all ranks once it is made
 

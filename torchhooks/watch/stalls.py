@@ -100,7 +100,7 @@ class Watch:
         self._request = ""  # the folder for the stacks that a command asked for
         self._stall: tuple[str, str] | None = None  # the stall that was reported: in short, and as the line of the log
         self._run_time = time.time()
-        self.on_change: Callable[[], object] = bool
+        self.on_change: Callable[[], object] = lambda: None
         """Called when what :attr:`watched` says has changed, in a thread that may wait for a disk."""
         self._reporting: threading.Thread | None = None  # the last report that is written
         self._asked_at = math.inf  # when the ranks were asked, by time.monotonic(), until they have answered
