@@ -33,6 +33,7 @@ from torchhooks import (
     param_norm,
 )
 from torchhooks.common.timers import Due
+from torchhooks.lifecycle.trigger import Trigger
 
 MODEL = torch.nn.Linear(1, 1)
 
@@ -179,16 +180,19 @@ HOOKS: dict[str, Callable[[Path, OnSignal], SessionRunHook]] = {
 
 
 @pytest.mark.parametrize("name", HOOKS)
-def test_every_hook_takes_the_timer(name: str, tmp_path: Path, lines: list[tuple[str, str]]) -> None:
+def test_every_hook_takes_the_timer(
+    name: str, tmp_path: Path, lines: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     triggered: list[int] = []
+    fire = Trigger.fire
 
-    class Timer(OnSignal):
-        def update_last_triggered_step(self, step: int) -> tuple[float | None, int | None]:
-            if self._has_arrived:
-                triggered.append(step)
-            return super().update_last_triggered_step(step)
+    def recorded(trigger: Trigger, step: int, run: int = 0) -> None:
+        if trigger.is_forced:
+            triggered.append(step)
+        fire(trigger, step, run)
 
-    hook = HOOKS[name](tmp_path / "out", Timer("SIGUSR1"))
+    monkeypatch.setattr(Trigger, "fire", recorded)
+    hook = HOOKS[name](tmp_path / "out", OnSignal("SIGUSR1"))
     raises = raise_in(3, 6)
 
     def step(number: int) -> dict[str, torch.Tensor]:
@@ -220,12 +224,8 @@ def test_a_request_to_one_rank_makes_the_hook_due_on_all_ranks_in_the_same_run(
     def train(ranks: ThreadRanks, hub: Hub) -> list[int]:
         triggered: list[int] = []
 
-        class Timer(OnSignal):
-            def force_due(self) -> None:
-                super().force_due()
-                triggered.append(loop.global_step)
-
-        hook = HOOKS[name](tmp_path / "out", Timer("SIGUSR1"))
+        hook = HOOKS[name](tmp_path / "out", OnSignal("SIGUSR1"))
+        hook.force_due = lambda: triggered.append(loop.global_step)  # type: ignore[method-assign]
 
         def step() -> dict[str, torch.Tensor]:
             hub.gather("step", ranks.rank, None)

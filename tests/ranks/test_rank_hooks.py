@@ -56,9 +56,10 @@ from torchhooks import (
     summary,
 )
 from torchhooks.common.log import logger, speak_as
-from torchhooks.common.timers import NOW, Due
+from torchhooks.common.timers import Due
 from torchhooks.fetches.evaluation import Caller
 from torchhooks.fetches.over_ranks import RanksEvaluator
+from torchhooks.lifecycle.trigger import Trigger
 from torchhooks.ranks.ranks import LoopRanks
 from torchhooks.summary.histograms import count
 from torchhooks.testing import FakeClock, RecordingWriter, log_lines
@@ -333,19 +334,21 @@ def test_no_rank_saves_its_best_after_a_nan_on_one(
     assert lines.count(("WARNING", "no checkpoint of step 1: loss is NaN at step 1")) == 2
 
 
-def test_a_timer_that_follows_the_chief_does_not_look_at_its_clock(clock: FakeClock) -> None:
+def test_a_trigger_that_follows_the_chief_does_not_look_at_its_clock(clock: FakeClock) -> None:
     timer = SecondOrStepTimer(every_secs=10)
-    timer.chief_is_due = False
-    assert timer.should_trigger_for_step(1)  # the first step triggers on every rank
-    timer.update_last_triggered_step(1)
+    trigger = Trigger(timer, triggers_at_once=True, is_collective=True)
+    assert trigger.is_due_at(1, 1, clock())  # the first step triggers on every rank
+    trigger.fire(1)
+    trigger.plan(timer.next_due(), 1)
+    assert (trigger.moment, trigger.chief_moment) == (math.inf, clock() + 10)
     clock.advance(100)
-    assert not timer.should_trigger_for_step(2)
-    timer.chief_is_due = True
-    assert not timer.should_trigger_for_step(1)  # already triggered for this step
-    assert timer.next_due() == NOW
-    assert timer.should_trigger_for_step(2)
-    assert timer.update_last_triggered_step(2) == (100.0, 1)
-    assert not timer.should_trigger_for_step(3)
+    assert not trigger.is_due_at(2, 2, clock())
+    trigger.force()
+    assert not trigger.is_due_at(1, 2, clock())  # already triggered for this step
+    assert trigger.is_due_at(2, 2, clock())
+    trigger.fire(2)
+    assert trigger.elapsed_secs == 100.0
+    assert not trigger.is_due_at(3, 3, clock())
 
 
 # -- chief_only_hooks -----------------------------------------------------------------------------------------------

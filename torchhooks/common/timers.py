@@ -83,14 +83,16 @@ NEVER = Due()
 """Never due again."""
 
 
+def called_within(runs: int, due: Due) -> Due:
+    """Return ``due``, and at the latest ``runs`` runs from now: the loop then calls the hook, which may not be due."""
+    return due if due.runs is not None and due.runs <= runs else due._replace(runs=runs)
+
+
 class Timer:
-    """Base class of all timers: it keeps the last trigger, and never triggers by itself."""
+    """Base class of all timers: the policy by which a hook is due, and the last trigger. It never triggers by itself.
 
-    chief_is_due: bool | None = None
-    """With a period in seconds and several ranks, whether the chief's clock has triggered.
-
-    ``None``, the default, means that the timer looks at its own clock. Other timers ignore it, because steps and epochs
-    are the same on all ranks.
+    In a loop, nothing but the hook's :class:`torchhooks.lifecycle.trigger.Trigger` asks a timer and tells it of a
+    trigger.
     """
 
     every_steps: int | None = None
@@ -109,14 +111,18 @@ class Timer:
         self._last_step = self._last_time = self._reached = None
 
     def start_at(self, step: int) -> None:
-        """Start at ``step``, at which a session starts. A hook calls this in ``after_create_session``."""
-
-    def force_due(self) -> None:
-        """Trigger for the next step: the chief's clock has come to that moment, or an epoch has ended."""
+        """Start at ``step``, at which a session starts. Called before ``after_create_session``."""
 
     def should_trigger_for_step(self, step: int) -> bool:
-        """Return whether the timer triggers for ``step``."""
-        return False
+        """Return whether the timer triggers for ``step`` now; always false for the step of the last trigger."""
+        return self.triggers_at(step, time.monotonic())
+
+    def triggers_at(self, step: int, now: float) -> bool:
+        """Return whether the timer triggers for ``step`` at the moment ``now``, by ``time.monotonic()``."""
+        if step == self._last_step:
+            return False
+        due = self.next_due()
+        return (due.step is not None and step >= due.step) or (due.moment is not None and now >= due.moment)
 
     def update_last_triggered_step(self, step: int) -> tuple[float | None, int | None]:
         """Record a trigger now, at ``step``, at which a new period starts.
@@ -126,8 +132,6 @@ class Timer:
         now = time.monotonic()
         last_step, last_time = self._last_step, self._last_time
         self._last_step, self._last_time, self._reached = step, now, step
-        if self.chief_is_due:
-            self.chief_is_due = False
         if last_step is None or last_time is None:
             return None, None
         return now - last_time, step - last_step
@@ -137,7 +141,7 @@ class Timer:
         return self._last_step
 
     def next_due(self) -> Due:
-        """Return the earliest point at which :meth:`should_trigger_for_step` can be true."""
+        """Return when the timer triggers next."""
         return NEVER
 
 
@@ -194,24 +198,8 @@ class SecondOrStepTimer(Timer):
         ((name, value),) = given.items()
         return cls(**{"every_secs" if name.endswith("secs") else "every_steps": value})
 
-    def force_due(self) -> None:
-        self.chief_is_due = True
-
-    def should_trigger_for_step(self, step: int) -> bool:
-        """Return whether a full period has passed since the last trigger; always false for the step of that trigger."""
-        if self._last_step is None or self._last_time is None:
-            return True
-        if step == self._last_step:
-            return False
-        if self.every_steps is not None:
-            return step >= self._last_step + self.every_steps
-        assert self._every_secs is not None
-        return (
-            time.monotonic() >= self._last_time + self._every_secs if self.chief_is_due is None else self.chief_is_due
-        )
-
     def next_due(self) -> Due:
-        if self._last_step is None or self._last_time is None or self.chief_is_due:
+        if self._last_step is None or self._last_time is None:
             return NOW
         if self.every_steps is not None:
             return Due(step=self._last_step + self.every_steps)
@@ -286,7 +274,7 @@ class EverySteps(_StepTimer):
         """Return whether a multiple was reached since the last trigger or the start; without either, at ``step``."""
         if self._reached is None:
             return step > 0 and step % self.every_steps == 0
-        return step // self.every_steps > self._reached // self.every_steps
+        return super().should_trigger_for_step(step)
 
     def next_due(self) -> Due:
         if self._reached is None:
@@ -326,17 +314,9 @@ class AtSteps(_StepTimer):
         if not self.steps:
             raise ValueError("AtSteps([]): give at least one global step, such as [100, 200]")
 
-    def should_trigger_for_step(self, step: int) -> bool:
-        """Return whether a given step was reached since the last trigger or the start."""
-        following = self._following()
-        return following is not None and step >= following
-
     def next_due(self) -> Due:
-        return Due(step=self._following())
-
-    def _following(self) -> int | None:
         index = bisect.bisect_right(self.steps, self._reached or 0)
-        return self.steps[index] if index < len(self.steps) else None
+        return Due(step=self.steps[index]) if index < len(self.steps) else NEVER
 
     def __repr__(self) -> str:
         return f"AtSteps({self.steps})"
@@ -367,26 +347,9 @@ class EveryEpochs(Timer):
         ValueError: ``n`` is invalid.
     """
 
-    _epoch_has_ended = False
-
     def __init__(self, n: int = 1) -> None:
         self.every_epochs: int = whole_number(n, "n", 1)
         """The period in epochs."""
-
-    def reset(self) -> None:
-        super().reset()
-        self._epoch_has_ended = False
-
-    def force_due(self) -> None:
-        self._epoch_has_ended = True
-
-    def should_trigger_for_step(self, step: int) -> bool:
-        """Return whether the hook is called for the end of an epoch."""
-        return self._epoch_has_ended
-
-    def update_last_triggered_step(self, step: int) -> tuple[float | None, int | None]:
-        self._epoch_has_ended = False
-        return super().update_last_triggered_step(step)
 
     def next_due(self) -> Due:
         return Due(epochs=self.every_epochs)
@@ -420,32 +383,14 @@ class OnSignal(Timer):
     """
 
     differs_by_rank = True
-    _has_arrived = False
 
     def __init__(self, signal: str) -> None:
         self.signal = checked_signal(signal, "OnSignal").name
         """The name of the signal."""
         self.signals = (self.signal,)
 
-    def reset(self) -> None:
-        super().reset()
-        self._has_arrived = False
-
-    def force_due(self) -> None:
-        """Called by the loop when the signal has arrived, on every rank in the same run."""
-        self._has_arrived = True
-
-    def should_trigger_for_step(self, step: int) -> bool:
-        """Return whether a signal has arrived since the last trigger."""
-        return self._has_arrived
-
-    def update_last_triggered_step(self, step: int) -> tuple[float | None, int | None]:
-        self._has_arrived = False
-        return super().update_last_triggered_step(step)
-
     def next_due(self) -> Due:
-        # Still due if the run after the signal has counted no step.
-        return Due(step=-1 if self._has_arrived else None, signal=self.signal)
+        return Due(signal=self.signal)
 
     def __repr__(self) -> str:
         return f"OnSignal({self.signal!r})"
@@ -480,24 +425,10 @@ class _SharedTimer(Timer):
         self._timer = timer
         self.every_steps, self.differs_by_rank = timer.every_steps, timer.differs_by_rank
 
-    @property
-    def chief_is_due(self) -> bool | None:
-        return self._timer.chief_is_due
-
-    @chief_is_due.setter
-    def chief_is_due(self, chief_is_due: bool | None) -> None:
-        self._timer.chief_is_due = chief_is_due
-
     def reset(self) -> None:
         super().reset()
         self._known = None
         self._timer.reset()
-
-    def force_due(self) -> None:
-        self._timer.force_due()
-
-    def should_trigger_for_step(self, step: int) -> bool:
-        return self._missed_a_trigger() or self._timer.should_trigger_for_step(step)
 
     def update_last_triggered_step(self, step: int) -> tuple[float | None, int | None]:
         if not self._missed_a_trigger():  # otherwise the timer has started its new period already
@@ -510,12 +441,6 @@ class _SharedTimer(Timer):
 
     def _missed_a_trigger(self) -> bool:
         return self._timer.last_triggered_step() != self._known
-
-
-def due_now(timer: Timer) -> Due:
-    """Return that a hook is due in the next run, and at the end of an epoch that ``timer`` is for."""
-    due = timer.next_due()
-    return NOW if due.epochs is None else due._replace(step=-1)
 
 
 GivenTimer = EverySteps | EveryEpochs | AtSteps | OnSignal | SecondOrStepTimer | NeverTriggerTimer

@@ -14,7 +14,7 @@ from torchhooks.common.checks import folder, whole_number
 from torchhooks.common.errors import FetchError
 from torchhooks.common.log import logger
 from torchhooks.common.text import kind_of
-from torchhooks.common.timers import Due, GivenTimer, due_now, given_timer
+from torchhooks.common.timers import Due, GivenTimer, called_within, given_timer
 from torchhooks.device.readback import to_host
 from torchhooks.fetches.names import Fetch, Value, describe
 from torchhooks.fetches.over_ranks import EvaluationResult
@@ -167,7 +167,8 @@ class BestCheckpointHook(PeriodicHook):
 
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
         super().after_create_session(session, coord)
-        self.timer.update_last_triggered_step(session.global_step)  # also after a recovery, a period begins here
+        self.trigger.fire(session.global_step)  # also after a recovery, a period begins here
+        self._compared_at = session.global_step
         self._to_save: float | None = None
         self._saver.wait()
         self._preparation = MemoryPreparation(session, AnySaver(self._saver) if self._is_async else None)
@@ -181,17 +182,17 @@ class BestCheckpointHook(PeriodicHook):
         return super().before_run(run_context)
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
-        super().after_run(run_context, run_values)
         self._preparation.after_run()
 
     def run_due(self, run_context: SessionRunContext, values: Value) -> None:
         session = run_context.session
+        self._compared_at = session.global_step
         if self._check_evaluated(session.global_step):
             self._to_save = self._number(values)
             run_context.after_item(lambda: self._save(session))
 
     def end(self, session: Session) -> None:
-        is_compared = session.global_step == self.timer.last_triggered_step() or session.was_finished
+        is_compared = session.global_step == self._compared_at or session.was_finished
         if self.works_at_end and not is_compared and not session.stopped_by_signal:
             self._evaluate_at_end(session)
         self._saver.wait_for_all(session)
@@ -205,7 +206,8 @@ class BestCheckpointHook(PeriodicHook):
                     del self._in_use[folder]
 
     def next_due(self) -> Due:
-        return self._preparation.due_too(self.timer.next_due() if self._to_save is None else due_now(self.timer))
+        due = self._preparation.called_too(super().next_due())
+        return due if self._to_save is None else called_within(1, due)
 
     def _check_evaluated(self, step: int) -> bool:
         """Return whether the value of the metric belongs to ``step``; warn, once, if it is of an earlier evaluation."""

@@ -115,7 +115,7 @@ class CallFnHook(PeriodicHook):
     def begin(self) -> None:
         super().begin()
         self._called_at: int | None = None
-        self._has_begun = self.due_at_once = False
+        self._has_begun = False
 
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
         super().after_create_session(session, coord)
@@ -123,7 +123,7 @@ class CallFnHook(PeriodicHook):
             try:
                 arguments = session.run(self.fetches, who=self)
             except NoRunYetError:
-                self.due_at_once = True
+                self.trigger.force()
             else:
                 self._called_at = session.global_step
                 self._call(to_host(arguments))

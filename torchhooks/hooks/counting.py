@@ -14,7 +14,7 @@ import torch
 from torchhooks.common.errors import NoRunYetError
 from torchhooks.common.log import logger
 from torchhooks.common.text import shown
-from torchhooks.common.timers import NEVER, Due, GivenTimer, check_one_period, due_now, given_timer
+from torchhooks.common.timers import NEVER, Due, GivenTimer, called_within, check_one_period, given_timer
 from torchhooks.device.readback import DeviceDuration, DeviceTimestamp
 from torchhooks.fetches.evaluation import SPEEDS
 from torchhooks.fetches.names import Fetch, Value
@@ -182,6 +182,7 @@ class StepCounterHook(PeriodicHook):
 
     def begin(self) -> None:
         super().begin()
+        self._run_count = 0  # those that the hook sat out included
         self._checked_run, self._checked_step = 0, -1  # where it was last checked that the step count advances
         self._warned = False
         self._period: _Period | None = None
@@ -198,6 +199,8 @@ class StepCounterHook(PeriodicHook):
             self._target.session_created(session)
             session.on_pause(self._add_pause)
         super().after_create_session(session, coord)
+        if self._takes_part and self._period is None:
+            self.trigger.force()  # whatever the timer is: the first run starts the clock
 
     def _compare_ranks(self, session: Session) -> None:
         """Add up the examples and tokens in a step over the ranks. Ranks without the hook count as like this one."""
@@ -212,21 +215,16 @@ class StepCounterHook(PeriodicHook):
         self._takes_part = self.writes or self._adds_up_tokens
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
-        if not self._takes_part:
-            return  # called by a subclass
-        session = run_context.session
-        step = session.global_step
         self._run_count += 1
         if self._run_count == 1:
             self._target.start_session()
-        if self._period is None or self.timer.should_trigger_for_step(step):
-            self.timer.update_last_triggered_step(step)
-            self._start_period(run_context)
-        elif self._stall_check_is_due():
-            self._warn_if_stalled(step)
-        else:
-            return
-        self._checked_run, self._checked_step = self._run_count, step
+        step = run_context.session.global_step
+        if not self.trigger.due and self._stall_check_is_due(step):
+            self._check_step_count(step)
+
+    def run_due(self, run_context: SessionRunContext, values: Value) -> None:
+        self._start_period(run_context)
+        self._checked_run, self._checked_step = self._run_count, run_context.session.global_step
 
     def teardown(self) -> None:
         self._target.close()
@@ -234,11 +232,14 @@ class StepCounterHook(PeriodicHook):
     def next_due(self) -> Due:
         if not self._takes_part:
             return NEVER
-        due = due_now(self.timer) if self._period is None else self.timer.next_due()
+        due = super().next_due()
         if self.timer.every_steps is None or self._run_count == 0:
             return due
-        # Also due after that many runs, because a step count that does not advance never reaches due.step.
-        return Due(due.step, due.moment, runs=self._checked_run + self.timer.every_steps - self._run_count)
+        # Also called after that many runs, because a step count that does not advance never reaches due.step.
+        return called_within(self._checked_run + self.timer.every_steps - self._run_count, due)
+
+    def sat_out(self, runs: int) -> None:
+        self._run_count += runs
 
     # -- measuring ----------------------------------------------------------------------------------------------------
 
@@ -319,7 +320,8 @@ class StepCounterHook(PeriodicHook):
     def _measure_if_it_ends(self, period: _Period) -> None:
         """Set the fetches to the speeds of ``period`` if it ends in this run, by the host: the device is not done."""
         session = self._session
-        if not self.timer.should_trigger_for_step(session.global_step):
+        # Asked before the loop decides, which it does after the evaluation: the hook is chosen by the step reached.
+        if not (self.trigger.due or self.trigger.is_due_at(session.global_step, 0, time.monotonic())):
             return
         end = self._next_period = _Period.from_now(session)
         tokens = 0
@@ -341,14 +343,14 @@ class StepCounterHook(PeriodicHook):
 
     # -- a step count that stands still -------------------------------------------------------------------------------
 
-    def _stall_check_is_due(self) -> bool:
+    def _stall_check_is_due(self, step: int) -> bool:
         """Return whether a period has passed since the last check, in runs if the period is one in steps."""
-        if self.timer.every_steps is not None:
-            return self._run_count >= self._checked_run + self.timer.every_steps
-        moment = self.timer.next_due().moment
-        return moment is not None and time.monotonic() >= moment
+        period = self.timer.every_steps
+        if period is not None:
+            return self._run_count >= self._checked_run + period
+        return self.trigger.is_due_at(step + 1, 0, time.monotonic())  # it would be due if a step had been counted
 
-    def _warn_if_stalled(self, step: int) -> None:
+    def _check_step_count(self, step: int) -> None:
         if self.writes and step == self._checked_step and not self._warned:
             self._warned = True
             logger.warning(
@@ -357,6 +359,7 @@ class StepCounterHook(PeriodicHook):
                 step,
                 self,
             )
+        self._checked_run, self._checked_step = self._run_count, step
 
 
 def _positive(name: str, value: Any, what: str) -> float:

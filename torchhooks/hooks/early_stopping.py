@@ -11,7 +11,7 @@ from torchhooks.common.checks import whole_number
 from torchhooks.common.errors import LifecycleError
 from torchhooks.common.log import logger
 from torchhooks.common.text import kind_of, shown
-from torchhooks.common.timers import Due, EveryEpochs, EverySteps, GivenTimer, due_now, given_timer
+from torchhooks.common.timers import Due, EveryEpochs, EverySteps, GivenTimer, called_within, given_timer
 from torchhooks.fetches.names import Fetch, Value, describe
 from torchhooks.fetches.over_ranks import EvaluationResult
 from torchhooks.lifecycle.coordinator import Coordinator
@@ -64,7 +64,7 @@ class _StopByMetric(PeriodicHook):
         run_context.when_ready(values, look)
 
     def next_due(self) -> Due:
-        return self.timer.next_due() if self._looked_at_start else due_now(self.timer)
+        return super().next_due() if self._looked_at_start else called_within(1, super().next_due())
 
     def reason_to_stop(self, step: int, epoch: int, value: float) -> str | None:
         """Return why to stop, given the ``value`` of the metric at ``step`` in ``epoch``, or ``None``."""
@@ -144,7 +144,7 @@ class _StopIfNoImprovement(_StopByMetric):
         super().after_run(run_context, run_values)
 
     def next_due(self) -> Due:
-        return super().next_due() if self._reason is None else due_now(self.timer)
+        return super().next_due() if self._reason is None else called_within(1, super().next_due())
 
     def _epoch(self, session: Session) -> int:
         if self._unit == "epochs" and session.epoch is None and session.global_step:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, NoReturn
 from torchhooks.common.errors import FetchError, LifecycleError
 from torchhooks.common.log import logger
 from torchhooks.common.text import did_you_mean, kind_of, printable, shown, tagged_line
-from torchhooks.common.timers import Due, GivenTimer, NeverTriggerTimer, due_now, given_timer
+from torchhooks.common.timers import Due, GivenTimer, NeverTriggerTimer, called_within, given_timer
 from torchhooks.device.readback import is_remote, to_host
 from torchhooks.fetches.evaluation import ComposedFetch, leaves
 from torchhooks.fetches.names import Closure, Fetch, Value, describe
@@ -194,7 +194,7 @@ class EvaluationHook(PeriodicHook):
 
     def begin(self) -> None:
         super().begin()
-        self._begun = False
+        self._begun = self._has_run = False
         self._values, self._values_step = _Values(), None
         self._unreported = []
         if self.writes:
@@ -215,7 +215,7 @@ class EvaluationHook(PeriodicHook):
         self._begun = True
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
-        super().after_run(run_context, run_values)  # the run that is due has evaluated: other hooks may have in others
+        self._has_run = True
         self._target.start_session()
         results, self._unreported = self._unreported, []
         for result in results:
@@ -242,7 +242,8 @@ class EvaluationHook(PeriodicHook):
         self._values_step, self._values = state_dict["step"], _Values(state_dict["values"])
 
     def next_due(self) -> Due:
-        return due_now(self.timer) if self._run_count == 0 else self.timer.next_due()
+        # The first run marks the start of the session for the writer, and reports an evaluation before it.
+        return super().next_due() if self._has_run else called_within(1, super().next_due())
 
     def current(self, session: Session) -> Results:
         """Return the results for the present step of ``session``, after evaluating the model if there are none yet."""
@@ -255,7 +256,7 @@ class EvaluationHook(PeriodicHook):
     def _fetched(self, session: Session) -> Results | None:
         """Return the results that a hook fetches: new ones if the evaluation is due, otherwise the latest."""
         self.check_session(session)
-        if session.global_step > self._due_after:
+        if self.trigger.due:
             return self.current(session)
         if self._latest is not None:
             return self._latest.values

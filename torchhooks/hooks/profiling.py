@@ -10,7 +10,7 @@ import torch
 from torchhooks.common.checks import folder, whole_number
 from torchhooks.common.files import replacing
 from torchhooks.common.log import logger
-from torchhooks.common.timers import NEVER, Due, GivenTimer, due_now, given_timer
+from torchhooks.common.timers import NEVER, Due, GivenTimer, called_within, given_timer
 from torchhooks.lifecycle.coordinator import Coordinator
 from torchhooks.lifecycle.hook import PeriodicHook, RunOptions, SessionRunArgs, SessionRunContext, SessionRunValues
 from torchhooks.lifecycle.session import Session
@@ -42,7 +42,6 @@ class ProfilerHook(PeriodicHook):
     Unlike TensorFlow, it has no ``show_dataflow``: the trace always has the arrows.
     """
 
-    triggers_at_once = True
     needs_step = False  # a run that counts no step is profiled too, to be the one that is due or not
 
     _in_use: ClassVar[list[ProfilerHook]] = []  # the hook that uses torch's profiler, of which there is one
@@ -65,7 +64,7 @@ class ProfilerHook(PeriodicHook):
         )
         self.set_timer(timer, save_steps=save_steps, save_secs=save_secs)
         # With TensorFlow's periods, the hook guesses which step the next run reaches.
-        self._guesses_step = timer is None
+        self._guesses_step = self.triggers_at_once = timer is None
         self.collective = bool(self.timer.signals)  # a rank that does not write may get the signal
         self._given_folder = os.fspath(folder(output_dir, "output_dir"))  # for the log
         self._folder = os.path.abspath(self._given_folder)  # a script may change the current directory while it trains
@@ -89,15 +88,22 @@ class ProfilerHook(PeriodicHook):
         self._step_before = session.global_step
         if self in self._in_use and self._profiler is None:
             self._in_use.remove(self)  # the run that was to be profiled failed, and the script has caught the error
-        if run_context.ends_epoch or not self.writes or self._profiler is not None or self._next_step is None:
+        if not self.writes:
             return None
-        if not self._is_due(session):
+        # The trigger fires when the profile is written. Until then, a run that is due stays so for a later one.
+        is_due = self._is_due()
+        self.trigger.withdraw()
+        if run_context.ends_epoch:
+            self.trigger.force()  # the first run of the next epoch is profiled
+            return None
+        if self._profiler is not None or self._next_step is None or not is_due:
             return None
         running = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]  # noqa: SLF001 - torch's only way to ask
         if running or self._in_use:
             self._why_no_profile = "the profiler was in use when it was due"
             return None
         self._in_use.append(self)
+        self._begun_at = session.global_step
         if self._runs == 1:
             return self._trace
         self._start_profiler()
@@ -107,7 +113,7 @@ class ProfilerHook(PeriodicHook):
         if run_context.ends_epoch or not self.writes:
             return
         if self._next_step is None:
-            self.timer.update_last_triggered_step(self._step_before)
+            self.trigger.fire(self._step_before)
         self._next_step = self._step_before + 2  # TensorFlow's guess: this run and the next one count one step each
         if self not in self._in_use:
             return
@@ -121,9 +127,10 @@ class ProfilerHook(PeriodicHook):
         self._stop_profiler()
         self._save(run_context.session, profile)
 
-    def _is_due(self, session: Session) -> bool:
-        assert self._next_step is not None
-        return self.timer.should_trigger_for_step(self._next_step if self._guesses_step else session.global_step + 1)
+    def _is_due(self) -> bool:
+        if not self._guesses_step:
+            return self.trigger.due
+        return self._next_step is not None and self.timer.should_trigger_for_step(self._next_step)
 
     def end(self, session: Session) -> None:
         if self._profiler is not None:
@@ -137,9 +144,9 @@ class ProfilerHook(PeriodicHook):
     def next_due(self) -> Due:
         if not self.writes:
             return NEVER
-        if self._next_step is None or self._profiler is not None or self.timer.should_trigger_for_step(self._next_step):
-            return due_now(self.timer)
-        due = self.timer.next_due()
+        due = super().next_due()
+        if self._next_step is None or self._profiler is not None or (self._guesses_step and self._is_due()):
+            return called_within(1, due)
         if self._guesses_step and due.step is not None:
             return Due(step=due.step - 1)  # one run early, to learn the step from which the next one is guessed
         return due
@@ -169,9 +176,10 @@ class ProfilerHook(PeriodicHook):
     def _save(self, session: Session, profile: Any) -> None:
         """Write ``profile`` as the timeline of the present step."""
         step = session.global_step
-        if not self._guesses_step and not self.timer.should_trigger_for_step(step):
-            return  # the run counted no step: a later one has the profile
-        self.timer.update_last_triggered_step(step)
+        if not self._guesses_step and step <= self._begun_at:
+            self._why_no_profile = "the run that was profiled counted no step"
+            return  # a later one has the profile
+        self.trigger.fire(step)
         self._next_step = step + 1
         name = f"timeline-{step}.json"
         path = os.path.join(self._folder, name)

@@ -119,11 +119,9 @@ class LoggingTensorHook(PeriodicHook):
     def end(self, session: Session) -> None:
         if self._at_end and not session.was_finished:
             values = session.run_available(self._tensors, who=self)
-            elapsed_secs, _ = self.timer.update_last_triggered_step(
-                self._run_count if self.counts_runs else session.global_step
-            )
+            self.trigger.fire(session.global_step)
             if values and self.writes:
-                self._log(values, elapsed_secs, to_host(tuple(values.values())))
+                self._log(values, self.elapsed_secs, to_host(tuple(values.values())))
 
     def _log(self, tags: Iterable[str], elapsed_secs: float | None, values: tuple[Value, ...]) -> None:
         texts = {tag: map_leaves(printable, value) for tag, value in zip(tags, values, strict=True)}

@@ -14,7 +14,7 @@ from torchhooks.common.checks import folder
 from torchhooks.common.errors import brief
 from torchhooks.common.log import logger
 from torchhooks.common.text import kind_of, shown
-from torchhooks.common.timers import NEVER, Due, GivenTimer, due_now, given_timer
+from torchhooks.common.timers import NEVER, Due, GivenTimer, called_within, given_timer
 from torchhooks.fetches.names import Fetch, Value, describe
 from torchhooks.lifecycle.coordinator import Coordinator
 from torchhooks.lifecycle.hook import PeriodicHook, SessionRunContext, SessionRunHook, SessionRunValues, loop_folder
@@ -124,7 +124,6 @@ class SummarySaverHook(PeriodicHook):
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
         self._target.start_session()
-        super().after_run(run_context, run_values)
 
     def run_due(self, run_context: SessionRunContext, values: Value) -> None:
         if self._target.writers:
@@ -155,7 +154,7 @@ class SummarySaverHook(PeriodicHook):
         if not self._has_place:
             return NEVER
         # A START that is written later would void the points that other hooks write to the same place before it.
-        return self.timer.next_due() if self._target.is_started else due_now(self.timer)
+        return super().next_due() if self._target.is_started else called_within(1, super().next_due())
 
 
 class MemoryPreparation:
@@ -188,9 +187,9 @@ class MemoryPreparation:
         else:
             self._runs *= 2
 
-    def due_too(self, due: Due) -> Due:
+    def called_too(self, due: Due) -> Due:
         """Return ``due``, with the next run to look at the optimizer."""
-        return due if self._saver is None else due._replace(runs=self._runs)
+        return due if self._saver is None else called_within(self._runs, due)
 
 
 class CheckpointSaverListener:
@@ -377,19 +376,21 @@ class CheckpointSaverHook(PeriodicHook):
             self._save(session)
         self._preparation = MemoryPreparation(session, self._saver if self._is_async else None)
         super().after_create_session(session, coord)
-        self.timer.update_last_triggered_step(session.global_step)  # also after a recovery, a period begins here
+        self.trigger.fire(session.global_step)  # also after a recovery, a period begins here
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
-        session = run_context.session
         self._preparation.after_run()
-        is_due = self.timer.should_trigger_for_step(session.global_step)
-        if is_due:
-            self.timer.update_last_triggered_step(session.global_step)
-            if run_context.waits_for_item and not self._is_put_off:
-                self._save_due(run_context)  # for a whole period: the item is a long one, so save in its middle too
-        if is_due or self._waits or self._is_put_off:
-            # Last: a process that is killed and resumes from here would not keep the best checkpoint of this item.
-            run_context.after_item(lambda: self._save_due(run_context), last=True)
+        if not self.trigger.due and (self._waits or self._is_put_off):
+            self._save_after_item(run_context)
+
+    def run_due(self, run_context: SessionRunContext, values: Value) -> None:
+        if run_context.waits_for_item and not self._is_put_off:
+            self._save_due(run_context)  # for a whole period: the item is a long one, so save in its middle too
+        self._save_after_item(run_context)
+
+    def _save_after_item(self, run_context: SessionRunContext) -> None:
+        # Last: a process that is killed and resumes from here would not keep the best checkpoint of this item.
+        run_context.after_item(lambda: self._save_due(run_context), last=True)
 
     def end(self, session: Session) -> None:
         step = session.global_step
@@ -409,13 +410,13 @@ class CheckpointSaverHook(PeriodicHook):
         self._target.close()
 
     def next_due(self) -> Due:
-        is_late = self._waits or self._is_put_off
-        return self._preparation.due_too(due_now(self.timer) if is_late else self.timer.next_due())
+        due = self._preparation.called_too(super().next_due())
+        return called_within(1, due) if self._waits or self._is_put_off else due
 
     def _save_due(self, run_context: SessionRunContext) -> bool:
         """Save a checkpoint that came due; return ``False`` if that was put off, so that a stop in this item saves."""
         session = run_context.session
-        self.timer.update_last_triggered_step(session.global_step)
+        self.trigger.fire(session.global_step)
         self._is_put_off = False
         if self._async_save == "skip" and self._agree_to_skip(run_context):
             self._waits = False
@@ -477,7 +478,7 @@ class CheckpointSaverHook(PeriodicHook):
             self._save(session)
 
     def _save_for_stop(self, session: Session) -> None:
-        self.timer.update_last_triggered_step(session.global_step)
+        self.trigger.fire(session.global_step)
         if not self._agree_that_another_saved(session):
             self._save(session)
 

@@ -32,7 +32,7 @@ from torchhooks.ledger.comparing import Difference, compare_entries, differing_e
 from torchhooks.ledger.lines import FORMAT, NO_GRADIENT, QUANTITIES, Entry, LedgerFile
 from torchhooks.ledger.parts import is_readable, state_of
 from torchhooks.lifecycle.coordinator import Coordinator
-from torchhooks.lifecycle.hook import PeriodicHook, SessionRunArgs, SessionRunContext, SessionRunValues
+from torchhooks.lifecycle.hook import PeriodicHook, SessionRunArgs, SessionRunContext
 from torchhooks.lifecycle.session import Session
 
 _NO_ITEM: Any = type("NoItem", (), {})()
@@ -175,8 +175,11 @@ class LedgerHook(PeriodicHook):
         session = self._session
         position = session.position
         if position is not None and position.is_repeating:
-            return None  # a run that the script repeats on its way to the loop of the checkpoint, which undoes it
-        request = super().before_run(run_context)
+            # The script repeats the run on its way to the loop of the checkpoint, where it is undone.
+            self.trigger.withdraw()
+        if not self.trigger.due:
+            self._line = None
+            return None
         self._line = line = _Line(self._leave_out)
         if "inputs" in self._what and not run_context.ends_epoch:
             # The step may change both in place, so they are read before it.
@@ -186,7 +189,7 @@ class LedgerHook(PeriodicHook):
             states = line.digests["random"] = self._random.digests()
             self._drawn |= {name for name, state in states.items() if state != self._random_at_start.get(name)}
         self._place = session.epoch, session.batch
-        return request
+        return super().before_run(run_context)
 
     def _watch_optimizers(self, session: Session) -> None:
         self._stop_watching()
@@ -250,10 +253,6 @@ class LedgerHook(PeriodicHook):
             run_context.when_ready(tensors_of_line, partial(self._write, entry, line))
         else:
             self._write(entry, line, ((), ()))
-
-    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
-        super().after_run(run_context, run_values)
-        self._line = None  # of a run that was not due
 
     def _name(self, quantity: str, names: list[str]) -> None:
         if self._names.get(quantity) != names:

@@ -1,6 +1,7 @@
 """The contract between a loop and its hooks.
 
 Read ``hook`` first: its docstring describes the order of calls, what stops a loop, and what an exception does.
-``session`` is what hooks receive, ``coordinator`` what their threads use, ``loop_state`` keeps the state of a loop, and
-``recovery`` decides after which errors it continues.
+``trigger`` says when the loop calls a hook, and whether the hook is due. ``session`` is what hooks receive,
+``coordinator`` what their threads use, ``loop_state`` keeps the state of a loop, and ``recovery`` decides after which
+errors it continues. The facts that a hook depends on are listed in :mod:`torchhooks.hooks`.
 """

@@ -82,7 +82,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import math
 from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -90,7 +89,7 @@ from typing import Any, NamedTuple
 from torchhooks.common.checks import suggests_keywords
 from torchhooks.common.errors import LifecycleError
 from torchhooks.common.text import bound_arguments, bound_repr
-from torchhooks.common.timers import Due, GivenTimer, Timer, due_now, given_timer, hook_timer
+from torchhooks.common.timers import Due, GivenTimer, Timer, given_timer, hook_timer
 from torchhooks.data.deferred import DeferredCalls
 from torchhooks.device.readback import Readback
 from torchhooks.fetches.evaluation import UNKNOWN, Caller
@@ -98,6 +97,7 @@ from torchhooks.fetches.names import Fetch, Step, Value
 from torchhooks.lifecycle.coordinator import Coordinator
 from torchhooks.lifecycle.loop_state import LoopState
 from torchhooks.lifecycle.session import Session
+from torchhooks.lifecycle.trigger import Trigger
 from torchhooks.ranks.ranks import Ranks
 
 NO_KWARGS: Mapping[str, object] = MappingProxyType({})
@@ -585,10 +585,11 @@ class PeriodicHook(StandardHook):
     :func:`torchhooks.over_ranks`, and ``run_due`` may call collectives. The clock of the chief measures a period in
     seconds. Write files and log lines only if ``self.writes``.
 
-    Most subclasses have ``fetches`` and override :meth:`run_due`. One that decides by itself in which runs it works
-    overrides the methods of the lifecycle instead. Its ``__init__``, ``attach_ranks``, ``begin``,
-    ``after_create_session``, ``before_run``, ``after_run``, ``next_due``, ``sat_out`` and ``force_due`` call the method
-    of this class too.
+    Most subclasses have ``fetches`` and override :meth:`run_due`. One that overrides another method calls that of this
+    class too. :meth:`run_due` is called after an overridden ``after_run``.
+
+    Called is not due: an overridden ``next_due`` may have the hook called in more runs than its timer triggers in.
+    ``self.trigger.due`` says whether the run is due. ``self.trigger.withdraw()`` puts the work off to a later run.
 
     Args:
         every_n_steps, every_n_secs, every_n_epochs, timer: when it is due; give exactly one, see
@@ -608,18 +609,14 @@ class PeriodicHook(StandardHook):
     Otherwise a period in seconds, or one that is counted from the last trigger, begins when the session is created.
     """
     timer: Timer
-    """The hook's own timer."""
+    """The timer of the hook. Only ``self.trigger`` asks it."""
+    trigger: Trigger
+    """When the loop calls the hook, and whether it is due; a new one in every loop."""
     counts_runs: bool = False
     """Whether the timer counts the runs of the loop instead of global steps."""
-    due_at_once: bool = False
-    """Whether the next run is due, whatever the timer says."""
     works_at_end: bool = False
     """Whether the hook does at the end of the loop, too, what it does when it is due."""
-    elapsed_secs: float | None = None
-    """In :meth:`run_due`, the seconds since the last trigger, or since the session was created."""
 
-    _run_count: int = 0  # since begin(), those that the hook sat out included
-    _due_after: float = math.inf  # the run triggers if it reaches a step after this one
     _request = SessionRunArgs()
 
     def __init__(
@@ -641,6 +638,7 @@ class PeriodicHook(StandardHook):
             ValueError: not exactly one is given, or the period is invalid.
         """
         self.timer = hook_timer(self, timer, at_multiples=at_multiples, **periods)
+        self.trigger = Trigger()  # never due: that of a hook outside of a loop
         self.collective = self.collective or self.timer.differs_by_rank
 
     def attach_ranks(self, ranks: Ranks, collective: bool) -> None:
@@ -650,7 +648,21 @@ class PeriodicHook(StandardHook):
                 f"{type(self).__name__} has no timer: call super().__init__(every_n_steps=...), or another period, in "
                 "its constructor"
             )
-        self.timer.chief_is_due = False if collective else None
+        if hasattr(type(self), "trigger") or not isinstance(self.trigger, Trigger):
+            raise TypeError(
+                f"{type(self).__name__}.trigger: every PeriodicHook has an attribute of this name, which says whether "
+                "the hook is due: choose another name"
+            )
+
+    def attach_trigger(self, trigger: Trigger) -> None:
+        """Called before ``begin``, with the trigger of the hook in a new loop."""
+        self.timer.reset()
+        self.trigger = trigger
+
+    @property
+    def elapsed_secs(self) -> float | None:
+        """In :meth:`run_due`, the seconds since the last trigger, or since the session was created."""
+        return self.trigger.elapsed_secs
 
     @property
     def fetches_to_come(self) -> Fetch:
@@ -660,16 +672,6 @@ class PeriodicHook(StandardHook):
     def due_signals(self) -> tuple[str, ...]:  # type: ignore[override]
         return self.timer.signals
 
-    def begin(self) -> None:
-        self.timer.reset()
-        self._run_count = 0
-
-    def after_create_session(self, session: Session, coord: Coordinator) -> None:
-        self._due_after = math.inf
-        self.timer.start_at(session.global_step)
-        if not self.triggers_at_once and self.timer.last_triggered_step() is None:
-            self.timer.update_last_triggered_step(session.global_step)
-
     def run_due(self, run_context: SessionRunContext, values: Value) -> None:
         """Called after a run that is due, with the values of :attr:`fetches` in its structure.
 
@@ -677,35 +679,14 @@ class PeriodicHook(StandardHook):
         """
 
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
-        step = self._run_count if self.counts_runs else run_context.session.global_step
-        if not (self.due_at_once or self.timer.should_trigger_for_step(step + 1)):
-            self._due_after = math.inf
-            return None
-        self._due_after = run_context.step_before if self.needs_step else -1
-        if self.fetches is None:
+        if not self.trigger.due or self.fetches is None:
             return None
         if self._request.fetches is not self.fetches:  # the same request every time, because the loop checks it once
             self._request = SessionRunArgs(self.fetches)
         return self._request
 
-    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
-        if not run_context.ends_epoch:
-            self._run_count += 1
-        step = run_context.session.global_step
-        if step > self._due_after:
-            self._due_after, self.due_at_once = math.inf, False
-            self.elapsed_secs, _ = self.timer.update_last_triggered_step(self._run_count if self.counts_runs else step)
-            self.run_due(run_context, run_values.results)
-
     def next_due(self) -> Due:
-        due = due_now(self.timer) if self.due_at_once else self.timer.next_due()
-        return Due(runs=max(due.step - self._run_count, 1)) if self.counts_runs and due.step is not None else due
-
-    def sat_out(self, runs: int) -> None:
-        self._run_count += runs
-
-    def force_due(self) -> None:
-        self.timer.force_due()
+        return self.timer.next_due()
 
 
 def loop_folder(hook: SessionRunHook, checkpoint_dir: str | None) -> str:

@@ -475,6 +475,7 @@ class MonitoredLoop(Generic[R]):
         """Handle signals, reach the other ranks, call every hook's ``begin``, and create the session."""
         runner, schedule = self._runner, self._schedule
         note_open_loop(self, arguments, self._state)
+        schedule.attach_triggers()
         self._state.signals.install()
         if runner.rank_sync is not None:
             weakref.finalize(self, runner.rank_sync.peers.abandon).atexit = False
@@ -504,7 +505,7 @@ class MonitoredLoop(Generic[R]):
             self._record.start()
             watch.on_change = self._record.write
         for slot in self._schedule.all_hooks:
-            schedule.signals.wait_for(slot.signals)
+            schedule.signals.wait_for(slot.trigger.signals)
         for slot in self._schedule.all_hooks:
             self._begun += 1
             self._runner.sessions.call(slot, "begin", slot.hook.begin)

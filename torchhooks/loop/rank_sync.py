@@ -7,7 +7,6 @@ the loop: this module tells it how far the loop is, and applies what the ranks h
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import re
 import threading
@@ -166,7 +165,7 @@ class RankSync:
         for each in rounds:
             for number, slot in enumerate(self._schedule.collective):
                 if each.bits & _bit(number):
-                    self._schedule.force_due(slot)
+                    self._schedule.force(slot)
             if each.stops:
                 self._state.decide(Stop.from_text(each.why))
 
@@ -411,12 +410,10 @@ class RankSync:
         bits, why = 0, ""
         if self._state.signal is not None:
             bits, why = STOP, Stop(f"signal {self._state.signal}", StoppedBy.SIGNAL).to_text()
+        now = time.monotonic()  # one look for all, so that hooks that share a timer in seconds are due together
         for number, slot in enumerate(self._schedule.collective):
-            if self._ranks.is_chief and time.monotonic() >= slot.chief_moment:
-                slot.chief_moment = math.inf  # asked for once; it is set again after the hook's next run
-                bits |= _bit(number)
-            if slot.is_triggered_externally:
-                slot.is_triggered_externally = False
+            is_moment = self._ranks.is_chief and slot.trigger.take_moment(now)
+            if slot.trigger.take_signal() or is_moment:
                 bits |= _bit(number)
         return bits, why
 

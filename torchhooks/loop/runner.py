@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -230,10 +231,10 @@ class Runner:
             deferred.make_owed_epoch_end()
         context.step_before = step = state.global_step  # after the hooks of that epoch, which may set it
         queue = schedule.before
-        if step + 1 < queue.step and number < queue.run and queue.moment is None:
+        if step + 1 < queue.step and number < queue.run and queue.moment is None:  # a hook in every run pays for this
             participants = [*queue.always]
         else:
-            participants = queue.due(step + 1, number)
+            participants = queue.choose(step + 1, number)
         requests: list[Request] = []
         records = False
         try:
@@ -253,7 +254,7 @@ class Runner:
                     requests.append((slot, request))
                 if state.global_step != step:  # the hooks after this one are due by the step that it set
                     step = state.global_step
-                    schedule.insert_due(participants, slot, queue, step + 1, number)
+                    queue.choose_again(participants, slot, step + 1, number)
         except BaseException as error:
             self._note(error, context.caller, "before_run")
             raise
@@ -318,8 +319,11 @@ class Runner:
             no_results = SessionRunValues(None, recorded.options, recorded.metadata)
         if schedule.watchers:
             self._call_watchers(context, requests, participants, outputs, recorded)
-        if requests and state.global_step <= context.step_before:  # the run counted no step
+        if state.global_step <= context.step_before:  # the run counted no step: before anything is evaluated in vain
             requests = [request for request in requests if not request[0].hook.needs_step]
+            for slot in participants:
+                if slot.hook.needs_step:
+                    slot.trigger.withdraw()
         evaluates = requests or schedule.accumulated.sources
         values = self._evaluate(context, requests, outputs, recorded) if evaluates else _NO_VALUES
         planned = self._after_run(context, participants, values, no_results)
@@ -328,7 +332,7 @@ class Runner:
         if state.stop_requests:
             state.stop_as_requested()  # after every after_run: until then, the run can still fail
         if planned:
-            schedule.ask(participants)
+            schedule.plan(participants)
         if self.rank_sync is not None:
             self.rank_sync.run_number = 0  # not after an error: see leave()
 
@@ -350,6 +354,7 @@ class Runner:
             for slot in late:
                 context.caller = slot
                 slot.catch_up(self.state.runs)
+                slot.trigger.choose(self.state.global_step, self.state.runs + 1, time.monotonic())
                 request = slot.before_run(context)
                 if request is not None:
                     if request is not slot.plain_request:
@@ -394,11 +399,8 @@ class Runner:
         number = state.runs + 1
         step, queue = state.global_step, schedule.after
         if step >= queue.step or number >= queue.run or queue.moment is not None:
-            if participants:
-                participants += [slot for slot in queue.due(step, number) if slot not in participants]
-                participants.sort(key=by_index)
-            else:
-                participants += queue.due(step, number)
+            participants += [slot for slot in queue.choose(step, number) if slot not in participants]
+            participants.sort(key=by_index)
         state.runs = number
         planned = False
         try:
@@ -412,14 +414,14 @@ class Runner:
                 slot.seen = number
                 if state.global_step != step:  # the hooks after this one are due by the step that it set
                     step = state.global_step
-                    schedule.insert_due(participants, slot, queue, step, number)
+                    queue.choose_again(participants, slot, step, number)
         except BaseException as error:
             context.counts = True
             self._note(error, context.caller, "after_run")
             done = [slot for slot in participants if slot.seen == number]
             schedule.fail_at(context.caller)
             with suppress(Exception):  # one that fails now is asked again after its next run
-                schedule.ask(done)  # if the script goes on, they are not due in the next run, and the others are
+                schedule.plan(done)  # if the script goes on, they are not due in the next run, and the others are
             raise
         return planned
 
@@ -439,6 +441,7 @@ class Runner:
             for slot in participants:
                 context.caller = slot
                 slot.catch_up(state.runs)
+                slot.trigger.end_epoch()
                 slot.hook.force_due()
                 request = slot.before_run(context)
                 if request is not None:
@@ -465,7 +468,7 @@ class Runner:
         self.state.context = enclosing
         if self.state.stop_requests:
             self.state.stop_as_requested()
-        schedule.ask(participants)
+        schedule.plan(participants)
 
     def _note(self, error: BaseException, slot: object, method: str) -> None:
         note_hook(error, slot, method, self.state.global_step)
@@ -601,6 +604,7 @@ class Runner:
         """
         cause, place = self._cause_of(error), self.caught.place(in_run=in_run)
         self.state.void_run()
+        self.schedule.void_run()
         try:
             may_recover = not self.is_run_of_step_fn and self.may_recover(cause)
         except BaseException as another:  # of a save in the background

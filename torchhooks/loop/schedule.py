@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from operator import attrgetter
-from typing import Any
 
 from torchhooks.common.errors import add_note
 from torchhooks.common.text import shown
@@ -15,13 +13,18 @@ from torchhooks.common.timers import Due
 from torchhooks.fetches.evaluation import Caller, FetchableSession
 from torchhooks.fetches.names import Fetch, Step
 from torchhooks.fetches.running import RunningValues
-from torchhooks.lifecycle.hook import PeriodicHook, SessionRunHook, StandardHook, overrides
+from torchhooks.lifecycle.hook import (
+    PeriodicHook,
+    SessionRunContext,
+    SessionRunHook,
+    SessionRunValues,
+    StandardHook,
+    overrides,
+)
 from torchhooks.lifecycle.loop_state import LoopState
 from torchhooks.lifecycle.signals import HookSignals
+from torchhooks.lifecycle.trigger import Trigger
 from torchhooks.ranks.ranks import Ranks
-
-NEVER_STEP = sys.maxsize
-"""A global step, or a number of runs, that is never reached."""
 
 _FAST_INT = 2**30 - 1
 """The greatest integer that CPython compares in its fast path. A queue ends there, so that idle runs compare fast. A
@@ -29,16 +32,17 @@ run after that many steps costs one call more."""
 
 
 class HookSlot(Caller):
-    """One hook in the order of a loop, and when it is next due."""
+    """One hook in the order of a loop, with its trigger and the methods that a run calls."""
 
     hook: SessionRunHook
 
-    def __init__(self, index: int, hook: SessionRunHook) -> None:
+    def __init__(self, index: int, hook: SessionRunHook, trigger: Trigger) -> None:
         super().__init__(hook)
         self.index = index
+        self.trigger = trigger
         # Bound methods, looked up once instead of in every run.
         self.before_run = hook.before_run
-        self.after_run = hook.after_run
+        self.after_run: Callable[[SessionRunContext, SessionRunValues], None] = hook.after_run
         self.end = hook.end
         self.says_when = overrides(hook, "next_due")
         """Whether the hook says when it is due."""
@@ -47,15 +51,6 @@ class HookSlot(Caller):
         """Cache: this exact request fetches values and nothing else, so later runs need not check or record it."""
         self.seen = 0
         """The number of the last run that the hook knows of, because it took part or was told that it was skipped."""
-        self.due_step = 0
-        self.due_run = 0
-        self.due_moment = math.inf
-        self.due_epochs: int | None = None
-        self.signals = set(hook.due_signals)
-        """The signals that the hook waits for, or has waited for."""
-        self.is_triggered_externally = False
-        """Whether one of them has arrived, and the hook was not called for it yet."""
-        self.when: Callable[[Any], object] | None = None
 
     def catch_up(self, runs: int) -> None:
         """Tell the hook how many runs it missed, up to the run number ``runs``."""
@@ -63,39 +58,27 @@ class HookSlot(Caller):
         if missed and self.counts_missed:
             self.hook.sat_out(missed)
 
-    def ask(self, runs: int) -> None:
+    def miss_run(self) -> None:
+        """Note that a run failed before the hook's ``after_run`` was over: the hook does not know of it."""
+        self.seen += 1
+        self.trigger.miss_run()
+
+    def plan(self, runs: int) -> None:
         """Ask the hook when it is next due, after ``runs`` runs."""
         try:
             due = self.hook.next_due()
         except BaseException as error:
             add_note(error, f"torchhooks: in next_due of {self}")
             raise
-        if due is None:
-            due = Due(step=-1)
-        elif not isinstance(due, Due):
+        if due is not None and not isinstance(due, Due):
             raise TypeError(f"next_due of {self} returned {shown(due)}: return a Due, such as Due(step=100), or None")
-        self.due_step = NEVER_STEP if due.step is None else due.step
-        self.due_run = NEVER_STEP if due.runs is None else runs + due.runs
-        self.due_moment = math.inf if due.moment is None else due.moment
-        self.due_epochs = due.epochs
-        if due.signal is not None:
-            self.signals.add(due.signal)
-        self.when = due.when
+        self.trigger.plan(due, runs)
 
     def declared_fetches(self) -> Fetch:
-        return self.hook.fetches if isinstance(self.hook, PeriodicHook) else None
+        return None
 
     def why_alone(self) -> str | None:
-        if self.when is not None:
-            return (
-                "the hook is due by what the step of each rank returned (Due.when): let next_due() return a step or "
-                "None"
-            )
-        if self.due_moment != math.inf:
-            return "the hook is due by the clock of each rank: set collective = True in its class"
-        if self.signals:
-            return "the hook is due by a signal that one rank gets: set collective = True in its class"
-        return None
+        return self.trigger.why_alone()
 
     def __str__(self) -> str:
         try:
@@ -105,27 +88,41 @@ class HookSlot(Caller):
         return name if self.index < 0 else f"{name} (hook {self.index})"
 
 
-class CollectiveSlot(HookSlot):
-    """The place of a hook that all ranks have to call in the same run, so that the chief's clock decides for all."""
+class PeriodicSlot(HookSlot):
+    """A hook with a timer, for which the loop decides whether it is due, and begins its work."""
 
-    chief_moment = math.inf
-    """When the hook is due by the clock. Ranks other than the chief ignore it.
+    hook: PeriodicHook
 
-    Two threads set it without a lock. The thread that talks to the other ranks sets it to infinity once it has asked
-    for the hook. The training thread sets the next moment after each run of the hook, so also after the run asked for.
-    """
+    def __init__(self, index: int, hook: PeriodicHook, state: LoopState, is_collective: bool) -> None:
+        trigger = Trigger(
+            hook.timer,
+            counts_runs=hook.counts_runs,
+            triggers_at_once=hook.triggers_at_once,
+            is_collective=is_collective,
+            signals=hook.due_signals,
+        )
+        super().__init__(index, hook, trigger)
+        self._state = state
+        self._overridden = hook.after_run if overrides(hook, "after_run") else None
+        self.after_run = self._after_run
 
-    def ask(self, runs: int) -> None:
-        """Ask the hook when it is next due, and keep the moment apart, where no run looks at it."""
-        super().ask(runs)
-        self.chief_moment, self.due_moment = self.due_moment, math.inf
+    def _after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        if self._overridden is not None:  # first: a summary hook marks the start of a session before its first point
+            self._overridden(run_context, run_values)
+        if self.trigger.due:
+            # Before the work, which takes a part of the next period, as in TensorFlow.
+            self.trigger.fire(self._state.global_step, self._state.runs)
+            self.hook.run_due(run_context, run_values.results)
+
+    def declared_fetches(self) -> Fetch:
+        return self.hook.fetches
 
 
 class HookQueue:
     """One point of a run at which hooks are chosen: before the step, or after it.
 
-    Hooks without ``next_due`` are ``always`` chosen. Of the others, the earliest due step, run and moment are kept, so
-    that one comparison each shows that no other hook is due.
+    Hooks without ``next_due`` are ``always`` called. Of the others, the earliest step, run and moment are kept, so that
+    one comparison each shows that no other hook is called.
     """
 
     __slots__ = ("always", "moment", "run", "step", "waiting")
@@ -136,24 +133,39 @@ class HookQueue:
         self.waiting = [slot for slot in participants if slot.says_when]
 
     def update(self) -> None:
-        """Find the earliest due step, run and moment, after one of them changed."""
+        """Find the earliest step, run and moment, after one of them changed."""
         step = run = _FAST_INT
         moment = math.inf
         for slot in self.waiting:  # one loop instead of three min(): this runs after every run with hooks
-            if slot.due_step < step:
-                step = slot.due_step
-            if slot.due_run < run:
-                run = slot.due_run
-            if slot.due_moment < moment:
-                moment = slot.due_moment
+            trigger = slot.trigger
+            if trigger.step < step:
+                step = trigger.step
+            if trigger.run < run:
+                run = trigger.run
+            if trigger.moment < moment:
+                moment = trigger.moment
         self.step, self.run = step, run
         self.moment = None if moment == math.inf else moment
 
-    def due(self, step: int, run: int) -> list[HookSlot]:
-        """Return the hooks that take part in run number ``run``, which ends at ``step``, in order; a new list."""
-        now = -math.inf if self.moment is None else time.monotonic()
-        due = [s for s in self.waiting if step >= s.due_step or run >= s.due_run or now >= s.due_moment]
-        return sorted([*self.always, *due], key=by_index) if self.always and due else due or [*self.always]
+    def choose(self, step: int, run: int) -> list[HookSlot]:
+        """Return the hooks to call in run number ``run``, which ends at ``step``, in order, in a new list.
+
+        Their triggers say which of them are due.
+        """
+        now = time.monotonic()  # one look for all, so that hooks that share a timer in seconds are due together
+        called = [slot for slot in self.waiting if slot.trigger.choose(step, run, now)]
+        return sorted([*self.always, *called], key=by_index) if self.always and called else called or [*self.always]
+
+    def choose_again(self, participants: list[HookSlot], current: HookSlot, step: int, run: int) -> None:
+        """Choose the hooks after ``current`` once more, because it has set the global step, into ``participants``."""
+        later = HookQueue(slot for slot in (*self.always, *self.waiting) if slot.index > current.index)
+        later.update()
+        for slot in later.waiting:
+            slot.trigger.withdraw()
+        added = [slot for slot in later.choose(step, run) if slot not in participants]
+        # Those that were chosen before stay: the loop may call a hook in a run that is not due.
+        participants += added
+        participants.sort(key=by_index)
 
 
 def note_hook(error: BaseException, slot: object, method: str, global_step: int) -> None:
@@ -193,13 +205,16 @@ class Schedule:
             collective = hook.collective and not is_alone
             if isinstance(hook, StandardHook):
                 hook.attach_ranks(ranks, collective)
-            return (CollectiveSlot if collective else HookSlot)(index, hook)
+            if isinstance(hook, PeriodicHook):
+                return PeriodicSlot(index, hook, state, collective)
+            return HookSlot(index, hook, Trigger(is_collective=collective, signals=hook.due_signals))
 
         self.all_hooks = [placed(index, hook) for index, hook in enumerate(hooks, first_index)]
-        self.collective = [slot for slot in self.all_hooks if isinstance(slot, CollectiveSlot)]
+        self.collective = [slot for slot in self.all_hooks if slot.trigger.is_collective]
         """The hooks that all ranks call in the same run, if there are several ranks."""
         before = [slot for slot in self.all_hooks if overrides(slot.hook, "before_run")]
-        after = [slot for slot in self.all_hooks if slot not in before and overrides(slot.hook, "after_run")]
+        rest = [slot for slot in self.all_hooks if slot not in before]
+        after = [slot for slot in rest if overrides(slot.hook, "after_run") or isinstance(slot, PeriodicSlot)]
         self.before = HookQueue(before)
         self.after = HookQueue(after)
         self.run_hooks = sorted([*before, *after], key=by_index)
@@ -213,9 +228,9 @@ class Schedule:
         """Whether a hook was asked, and :meth:`take_triggers` was not called since."""
         self._update()
 
-    def force_due(self, slot: HookSlot) -> None:
-        """Have the hook in ``slot`` called in the next run, whatever it said when it was asked."""
-        slot.due_run = self.state.runs + 1
+    def force(self, slot: HookSlot) -> None:
+        """Have the hook in ``slot`` called in the next run, and be due in it, whatever it said when it was asked."""
+        slot.trigger.force()
         slot.hook.force_due()
         self._update()
 
@@ -226,16 +241,15 @@ class Schedule:
         """
         self.is_triggered_externally = False  # cleared first, because a signal may set it at any time
         for slot in self.run_hooks:
-            if slot.is_triggered_externally and not isinstance(slot, CollectiveSlot):
-                slot.is_triggered_externally = False
-                self.force_due(slot)
+            if not slot.trigger.is_collective and slot.trigger.take_signal():
+                self.force(slot)
         self._update()  # also if no hook was called, after state.interrupt()
 
     def _arrive(self, name: str) -> None:
         # In a signal handler: it only sets attributes, of each hook first, and then those that a run looks at.
         for slot in self.run_hooks:
-            if name in slot.signals:
-                slot.is_triggered_externally = True
+            if name in slot.trigger.signals:
+                slot.trigger.signal_arrived()
         self.is_triggered_externally = True
         self.state.interrupt()
 
@@ -252,10 +266,16 @@ class Schedule:
         state.idle_step = -1 if before.always else min(before.step, after.step) - 1
         state.idle_runs = min(before.run, after.run) - 1
         state.moment, self.moment_after = before.moment, after.moment
-        self.watchers = [slot for slot in self.run_hooks if slot.when is not None]
+        self.watchers = [slot for slot in self.run_hooks if slot.trigger.when is not None]
         self.accumulates = bool(self.accumulated.sources)
         """Whether values are added to :attr:`accumulated` in every run."""
         state.checks_after = bool(self.watchers) or after.moment is not None or self.accumulates
+
+    def attach_triggers(self) -> None:
+        """Give the hooks their triggers in this loop. Not earlier: the loop is refused if another one has a hook."""
+        for slot in self.all_hooks:
+            if isinstance(slot, PeriodicSlot):
+                slot.hook.attach_trigger(slot.trigger)
 
     def begin_session(self, session: FetchableSession, step: Step) -> None:
         """Forget what was accumulated."""
@@ -266,17 +286,21 @@ class Schedule:
         for slot in self.run_hooks:
             slot.catch_up(self.state.runs)
         self.accumulated.find_in(self.all_hooks)
-        self.ask(self.run_hooks)
+        forced = [slot.trigger for slot in self.run_hooks if slot.trigger.is_forced]
+        self.plan(self.run_hooks)
+        for trigger in forced:  # not called yet: the run for which it was forced failed, and a recovery makes it again
+            trigger.force()
+        self._update()
         if self.is_triggered_externally:
             self.take_triggers()
 
-    def ask(self, participants: Iterable[HookSlot]) -> None:
+    def plan(self, participants: Iterable[HookSlot]) -> None:
         """Ask the hooks in ``participants`` that schedule themselves when they are next due."""
         for slot in participants:
             if slot.says_when:
-                slot.ask(self.state.runs)
-                if slot.signals:
-                    self.signals.wait_for(slot.signals)
+                slot.plan(self.state.runs)
+                if slot.trigger.signals:
+                    self.signals.wait_for(slot.trigger.signals)
         self._update()
 
     def check_after(self, outputs: object, args: tuple[object, ...] | None, kwargs: Mapping[str, object]) -> bool:
@@ -296,14 +320,14 @@ class Schedule:
 
     def due_at_end_of(self, epochs: int) -> list[HookSlot]:
         """Return the hooks that are due at the end of an epoch, when ``epochs`` of them have ended, in order."""
-        return [each for each in self.run_hooks if each.due_epochs is not None and not epochs % each.due_epochs]
+        return [each for each in self.run_hooks if each.trigger.epochs and not epochs % each.trigger.epochs]
 
     def noticed_by(self, outputs: object, participants: Container[HookSlot] = ()) -> list[HookSlot]:
         """Return the hooks, other than ``participants``, whose ``Due.when`` is true of what the step returned."""
         found = []
         for slot in self.watchers:
             try:
-                when = slot.when
+                when = slot.trigger.when
                 if slot not in participants and when(outputs):  # type: ignore[misc]  # a watcher has one
                     found.append(slot)
             except BaseException as error:
@@ -311,17 +335,15 @@ class Schedule:
                 raise
         return found
 
-    def insert_due(
-        self, participants: list[HookSlot], current: HookSlot, queue: HookQueue, step: int, run: int
-    ) -> None:
-        """Insert into ``participants``, after ``current``, the hooks that became due because it set the global step."""
-        rest = [s for s in queue.due(step, run) if s.index > current.index and s not in participants]
-        place = participants.index(current) + 1
-        participants[place:] = sorted([*participants[place:], *rest], key=by_index)
+    def void_run(self) -> None:
+        """Have no hook be due any more: the run in progress has failed."""
+        for slot in self.run_hooks:
+            slot.trigger.withdraw()
 
     def fail_at(self, slot: object) -> None:
         """Note that the ``after_run`` of ``slot`` raised: the hooks before it know of the run, others do not."""
         reached = False
         for other in self.run_hooks:
             reached = reached or other is slot
-            other.seen += reached
+            if reached:
+                other.miss_run()

@@ -124,6 +124,7 @@ class Sessions:
         session.was_restored = restored is not None
         self._arguments.scaffold.prepare(session, session.was_restored)
         for slot in self._schedule.all_hooks:
+            slot.trigger.start_at(session.global_step)  # one by one: the hook before this one may have set the step
             self.call(slot, "after_create_session", slot.hook.after_create_session, session, self.coord)
         self._schedule.start()
 

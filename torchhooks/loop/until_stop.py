@@ -381,7 +381,7 @@ class DataLoops:
         if self._rank_sync is not None:
             self._rank_sync.epoch_ends([slot.hook for slot in due])
         if not due:
-            self._schedule.ask(())  # after a break, no run is idle until the schedule is made again
+            self._schedule.plan(())  # after a break, no run is idle until the schedule is made again
         if due and self._state.phase in (RUNNING, Phase.CLOSED):
             # The body left by a break, and the next run begins, or the loop closes: an error is the run's.
             self._runner.run_epoch_hooks(due)
