@@ -30,6 +30,7 @@ from torchhooks import (
     SessionRunValues,
     SummarySaverHook,
     latest_checkpoint,
+    over_ranks,
     param_norm,
 )
 from torchhooks.common.timers import Due
@@ -271,3 +272,28 @@ def test_a_signal_to_one_process_makes_the_hook_due_in_all_of_them_in_the_same_r
     assert first.value == second.value
     assert len(first.value) == 1
     assert first.value[0] > 20
+
+
+@pytest.mark.parametrize("asked", [0, 1])
+def test_a_hook_that_a_signal_triggers_can_combine_values_of_all_ranks(
+    asked: int, lines: list[tuple[str, str]]
+) -> None:
+    def train(ranks: ThreadRanks, hub: Hub) -> None:
+        hook = LoggingTensorHook({"mean": over_ranks("loss", "mean")}, timer=OnSignal("SIGUSR1"))
+        triggered: list[int] = []
+        hook.force_due = lambda: triggered.append(loop.global_step)  # type: ignore[method-assign]
+
+        def step() -> dict[str, float]:
+            hub.gather("step", ranks.rank, None)
+            if ranks.rank == asked and loop.global_step == 5:
+                loop._schedule._arrive("SIGUSR1")  # noqa: SLF001 - what the handler of the signal calls in the main thread
+            if triggered:
+                loop.request_stop()
+            return {"loss": float(ranks.rank)}
+
+        with MonitoredLoop(step, hooks=[hook], ranks=ranks) as loop:
+            while not loop.should_stop() and loop.global_step < 20_000:
+                loop.run()
+
+    assert in_threads(2, train) == [None, None]
+    assert [text for _, text in lines if text.startswith("mean")] == ["mean = 0.5"]

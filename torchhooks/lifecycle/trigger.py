@@ -194,6 +194,8 @@ class Trigger:
                 "the hook is due by what the step of each rank returned (Due.when): let next_due() return a step or "
                 "None"
             )
+        if self.is_collective:
+            return None  # the ranks agree about its moments and signals
         if self.moment != math.inf:
             return "the hook is due by the clock of each rank: set collective = True in its class"
         if self.signals:
