@@ -297,3 +297,15 @@ def test_a_hook_that_a_signal_triggers_can_combine_values_of_all_ranks(
 
     assert in_threads(2, train) == [None, None]
     assert [text for _, text in lines if text.startswith("mean")] == ["mean = 0.5"]
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_signal_at_the_end_of_an_epoch_makes_a_hook_due_in_the_next_run(before: bool) -> None:
+    hook = Steps(Due(signal="SIGUSR1"), before)
+    with MonitoredLoop(lambda: 0, hooks=[hook]) as loop:
+        for epoch in loop.until_stop(range(3)):
+            for batch in loop.until_stop(range(3)):
+                loop.run()
+                if (epoch, batch) == (0, 2):
+                    signal.raise_signal(signal.SIGUSR1)  # before the end of the epoch is noticed
+    assert hook.steps == [4]

@@ -266,6 +266,8 @@ class Schedule:
         state.idle_step = -1 if before.always else min(before.step, after.step) - 1
         state.idle_runs = min(before.run, after.run) - 1
         state.moment, self.moment_after = before.moment, after.moment
+        if self.is_triggered_externally:
+            state.idle_step = -1  # a signal has come since the last run: it is taken at the start of the next one
         self.watchers = [slot for slot in self.run_hooks if slot.trigger.when is not None]
         self.accumulates = bool(self.accumulated.sources)
         """Whether values are added to :attr:`accumulated` in every run."""
