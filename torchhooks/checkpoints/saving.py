@@ -23,14 +23,14 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from torchhooks.checkpoints.comparing import OF_ONE_CLASS, class_name, parameter_names
 from torchhooks.checkpoints.folder import MANIFEST, Files, Folder, as_json, file_of_rank, file_sums
-from torchhooks.checkpoints.sharded import ShardWriter, shards_of, split
+from torchhooks.checkpoints.sharded import ShardWriter, sharded_parts, shards_of, split
 from torchhooks.checkpoints.steps import gather_from_all, run_on_all, writes_for_all
 from torchhooks.checkpoints.training_state import Entries, Parts, TrainingState, parts_of_rank
-from torchhooks.common.digests import digests, has_plain_elements
+from torchhooks.common.digests import digest, digests, has_plain_elements
 from torchhooks.common.errors import CheckpointError, add_note
 from torchhooks.common.files import CHUNK, Disk
 from torchhooks.common.log import logger
-from torchhooks.common.random_states import random_states
+from torchhooks.common.random_states import random_states, set_random_states
 from torchhooks.common.stateful import PlainCopy
 from torchhooks.common.text import shortened
 from torchhooks.common.trees import Tree
@@ -156,6 +156,28 @@ def _entries(
         entries["parameter_names"] = names
     entries["random"] = random_states()
     return entries
+
+
+def digest_of_state(training: TrainingState) -> str | None:
+    """Return a digest of what this rank has in a checkpoint, but for random states; ``None`` if there is none.
+
+    Equal digests mean equal contents: a change through ``.data``, of which torch tells nothing, is another content. The
+    random states of a checkpoint are those of its stop, and stay so when code of the script draws numbers after it.
+
+    Every rank has to call this, because the state of a part may be collected by all of them.
+    """
+    before = random_states()
+    try:
+        parts = training.parts()
+        own = parts if writes_for_all(training.ranks) else parts_of_rank(parts)
+        states = {name: part.state_dict() for name, part in {**own, **sharded_parts(parts)}.items()}
+        gradients = None if training.gradients is None else training.gradients.state_dict()
+        position = None if training.position is None else training.position.state_dict()
+        return digest([states, gradients, training.running_values.state_dict(), position, training.total_runs])
+    except Exception:  # a part that has no state just now, or more values than are read: its contents are unknown
+        return None
+    finally:
+        set_random_states(before)
 
 
 def _buffers_of_rank(training: TrainingState, parts: Parts) -> Entries:

@@ -9,7 +9,9 @@ from functools import partial
 from typing import Any, Literal
 
 from torchhooks.checkpoints.folder import is_checkpoint_name
+from torchhooks.checkpoints.plan import Decision, LastSave, Moment, RankView, Situation, Why, plan_save
 from torchhooks.checkpoints.saver import AnySaver, Refusal, SavesCheckpoints
+from torchhooks.checkpoints.saving import digest_of_state
 from torchhooks.common.checks import folder
 from torchhooks.common.errors import brief
 from torchhooks.common.log import logger
@@ -314,9 +316,9 @@ class CheckpointSaverHook(PeriodicHook):
         if saver is not None and scaffold is not None:
             raise ValueError(f"saver={saver!r}, scaffold={scaffold!r}: give CheckpointSaverHook one of them, not both")
         self.set_timer(timer, save_secs=save_secs, save_steps=save_steps)
-        # The step that was last saved or refused, and why the training run was finished then. Not the timer's: a
-        # StopIteration may prevent a save that came due.
-        self._handled: tuple[int, str | None] | None = None
+        self.last_save = LastSave()
+        """What the hook did last. Not the timer's last trigger: a StopIteration may prevent a save that came due."""
+        self._saved_state: str | None = None  # a digest of what was saved last, if that may be marked as finished
         self._given_saver, self._scaffold = saver, scaffold
         if async_save not in (False, True, "skip"):
             raise ValueError(
@@ -329,8 +331,6 @@ class CheckpointSaverHook(PeriodicHook):
                 f"checkpoint_basename={checkpoint_basename!r}: no checkpoint of this name would be found again: give a "
                 "name without '/' and 'tfevents', that does not begin with a dot"
             )
-        self.saved_finish: str | None = None
-        """Why the training run was finished when that step was saved."""
         self._listeners = _checked_listeners(listeners)
         if checkpoint_dir is not None:
             self._set_folder(os.fspath(folder(checkpoint_dir, "checkpoint_dir")))
@@ -369,11 +369,10 @@ class CheckpointSaverHook(PeriodicHook):
         session.savers.append(saver)
         self._saver = AnySaver(saver)
         self._waits = self._is_put_off = False
-        self.saved_step = self.saved_finish = None
+        self.last_save = self.last_save._replace(step=None)
         self._coord = coord
         session.at_stop(self, lambda: self._save_for_stop(session))
-        if not self._agree_that_another_saved(session):
-            self._save(session)
+        self._save_if_planned(session, Moment.CREATED)
         self._preparation = MemoryPreparation(session, self._saver if self._is_async else None)
         super().after_create_session(session, coord)
         self.trigger.fire(session.global_step)  # also after a recovery, a period begins here
@@ -381,27 +380,22 @@ class CheckpointSaverHook(PeriodicHook):
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
         self._preparation.after_run()
         if not self.trigger.due and (self._waits or self._is_put_off):
-            self._save_after_item(run_context)
+            self._save_due(run_context, is_in_item=_is_in_item(run_context.session))
 
     def run_due(self, run_context: SessionRunContext, values: Value) -> None:
         if run_context.waits_for_item and not self._is_put_off:
             self._save_due(run_context)  # for a whole period: the item is a long one, so save in its middle too
-        self._save_after_item(run_context)
-
-    def _save_after_item(self, run_context: SessionRunContext) -> None:
-        # Last: a process that is killed and resumes from here would not keep the best checkpoint of this item.
-        run_context.after_item(lambda: self._save_due(run_context), last=True)
+        self._save_due(run_context, is_in_item=_is_in_item(run_context.session))
 
     def end(self, session: Session) -> None:
         step = session.global_step
-        if self._lacks(step, session.why_finished) and not self._agree_that_another_saved(session):
-            try:
-                self._save_at_end(session)
-            except StopIteration as stop:  # the loop ends already
-                if type(stop) is not StopIteration:
-                    raise
-                if self._handled is None or self._handled[0] != step:
-                    logger.warning("no checkpoint of step %d: %s", step, brief(stop))
+        try:
+            self._save_if_planned(session, Moment.END)
+        except StopIteration as stop:  # the loop ends already
+            if type(stop) is not StopIteration:
+                raise
+            if self.last_save.decided_step != step:
+                logger.warning("no checkpoint of step %d: %s", step, brief(stop))
         self._saver.wait_for_all(session)
         for listener in self._listeners:
             listener.end(session, step)
@@ -413,21 +407,146 @@ class CheckpointSaverHook(PeriodicHook):
         due = self._preparation.called_too(super().next_due())
         return called_within(1, due) if self._waits or self._is_put_off else due
 
-    def _save_due(self, run_context: SessionRunContext) -> bool:
+    @property
+    def saved_step(self) -> int | None:  # type: ignore[override]
+        return self.last_save.step
+
+    # -- what to do: plan_save decides ----------------------------------------------------------------------------
+
+    def _save_due(self, run_context: SessionRunContext, *, is_in_item: bool = False) -> bool:
         """Save a checkpoint that came due; return ``False`` if that was put off, so that a stop in this item saves."""
-        session = run_context.session
+        session, refusals = run_context.session, self._refusals(run_context.session)
+        decision, why = self._plan(session, Moment.DUE, refusals, run_context, is_in_item=is_in_item)
+        if why is Why.IN_ITEM:
+            # Last: a process that is killed and resumes from here would not keep the best checkpoint of this item.
+            run_context.after_item(lambda: self._save_due(run_context), last=True)
+            return False
         self.trigger.fire(session.global_step)
-        self._is_put_off = False
-        if self._async_save == "skip" and self._agree_to_skip(run_context):
-            self._waits = False
-            logger.warning("no checkpoint of step %d: the one before it is still being written", session.global_step)
-            return False
-        if self._lacks_memory(run_context):
-            self._put_off(run_context)
-            return False
-        if self._save(session, may_wait=True):
+        self._is_put_off = why is Why.MEMORY
+        if why is Why.MEMORY and _is_in_item(session):
+            run_context.after_item(lambda: self._save_due(run_context), last=True)
+        if decision is Decision.SAVE and self._save(session, refusals):
             run_context.request_stop(f"a checkpoint listener asked to at step {session.global_step}")
-        return not self._waits
+        return decision is not Decision.WAIT and why is not Why.WRITING
+
+    def _save_for_stop(self, session: Session) -> None:
+        self.trigger.fire(session.global_step)
+        self._save_if_planned(session, Moment.STOP)
+
+    def _save_if_planned(self, session: Session, moment: Moment) -> None:
+        refusals = self._refusals(session)
+        decision, _ = self._plan(session, moment, refusals)
+        if decision is Decision.MARK and self._saver.mark_finished(session, self.path, session.global_step):
+            self.last_save = self.last_save._replace(finish=session.why_finished, decided_finish=session.why_finished)
+        elif decision in (Decision.MARK, Decision.SAVE):
+            # Where the data had ended when a stop was noticed, the end only has to say that the run is finished.
+            position = session.position
+            may_be_marked = moment is Moment.STOP and position is not None and position.stopped_at_end
+            self._save(session, refusals, may_be_marked=may_be_marked)
+
+    def _refusals(self, session: Session) -> list[Refusal] | None:
+        """Return a list for what the thread that writes has to ask; several ranks ask before the chief writes."""
+        return [] if self._is_async and session.ranks.size == 1 else None
+
+    def _plan(
+        self,
+        session: Session,
+        moment: Moment,
+        refusals: list[Refusal] | None,
+        run_context: SessionRunContext | None = None,
+        *,
+        is_in_item: bool = False,
+    ) -> tuple[Decision, Why]:
+        """Decide with the other ranks, note what was decided, and log why nothing is saved."""
+        step, finish, path = session.global_step, session.why_finished, self.path
+        others = [hook for hook in session.loop_hooks if isinstance(hook, CheckpointSaverHook) and hook is not self]
+        situation = Situation(
+            moment,
+            step,
+            finish,
+            was_finished=session.was_finished,
+            is_repeating=session.training_state.is_repeating,
+            is_in_item=is_in_item,
+            was_saved_by_another=any(
+                hook.path == path
+                and (hook.last_save.step, hook.last_save.finish) == (step, finish)
+                # At the same step, a later run has another place in the data.
+                and (moment is not Moment.DUE or hook.last_save.runs == session.total_runs)
+                for hook in others
+            ),
+        )
+        decision, why = plan_save(situation, self.last_save)
+        if decision is Decision.ASK:
+            view = self._view(session, moment, refusals, run_context)
+            situation = situation._replace(ranks=session.ranks.gather(view, "a checkpoint"))
+            decision, why = plan_save(situation, self.last_save)
+        if why not in (Why.IN_ITEM, Why.MEMORY):
+            self._waits = why is Why.GRADIENTS
+        if why in (Why.FINISHED, Why.REPEATING, Why.REFUSED):
+            self.last_save = self.last_save._replace(decided_step=step, decided_finish=finish)
+        self._tell(session, why, situation)
+        return decision, why
+
+    def _view(
+        self,
+        session: Session,
+        moment: Moment,
+        refusals: list[Refusal] | None,
+        run_context: SessionRunContext | None,
+    ) -> RankView:
+        """Return what this rank knows."""
+        is_stopping = is_writing = lacks_memory = is_accumulating = False
+        if run_context is not None:  # a save that came due, which may be put off
+            is_stopping = self._is_stopping(run_context)
+            is_writing = self._async_save == "skip" and self._saver.is_writing
+            lacks_memory = (is_stopping or not is_writing) and self._lacks_memory(run_context)
+            is_accumulating = self._waits_for_optimizer(session)
+        # To ask may wait for the device. In vain, if this rank is the only one, and puts the save off.
+        is_put_off = session.ranks.size == 1 and (lacks_memory or (is_writing and not is_stopping))
+        return RankView(
+            refusal=None if is_put_off else session.why_no_checkpoint(refusals),
+            loops=None if session.position is None else tuple(session.position.loops),
+            has_listeners=bool(self._listeners),
+            is_writing=is_writing,
+            is_stopping=is_stopping,
+            lacks_memory=lacks_memory,
+            has_unreduced_gradients=is_accumulating,
+            is_unchanged=(
+                moment is Moment.END
+                and self._saved_state is not None
+                and self._saved_state == digest_of_state(session.training_state)
+            ),
+        )
+
+    def _tell(self, session: Session, why: Why, situation: Situation) -> None:
+        """Log why nothing is saved now."""
+        step = situation.step
+        if why is Why.REPEATING:
+            logger.info("no checkpoint of step %d: %s", step, why.value)
+        elif why is Why.WRITING:
+            logger.warning("no checkpoint of step %d: %s", step, why.value)
+        elif why is Why.REFUSED:
+            reason = next(each.refusal for each in situation.ranks if each.refusal is not None)
+            logger.warning("no checkpoint of step %d: %s", step, reason)
+        elif why is Why.APART:
+            logger.warning(
+                "no checkpoint of step %d: the ranks are in different loops over their data, so none of them could "
+                "resume from it. Begin the same loops on all ranks, and leave them after the same run",
+                step,
+            )
+        elif why is Why.MEMORY and "pinning" not in session.warned:
+            session.warned.add("pinning")
+            logger.info("the checkpoint of step %d is put off until memory for its copy is pinned", step)
+        elif why is Why.GRADIENTS and "waiting" not in session.warned:
+            session.warned.add("waiting")
+            logger.info(
+                "the checkpoint of step %d waits for the next step of the optimizer, because FSDP2 has not reduced "
+                "the gradients over the ranks yet",
+                step,
+            )
+
+    def _is_stopping(self, run_context: SessionRunContext) -> bool:
+        return run_context.stop_requested or self._coord.should_stop()
 
     def _lacks_memory(self, run_context: SessionRunContext) -> bool:
         """Return whether memory for the copy of a save in the background is still being pinned.
@@ -441,65 +560,11 @@ class CheckpointSaverHook(PeriodicHook):
             return False  # of an item that the body left by break: it has no next one
         return not self._saver.prepare(session)
 
-    def _put_off(self, run_context: SessionRunContext) -> None:
-        """Save at the first item, or without items at the first run, at which the memory is there."""
-        session = run_context.session
-        self._is_put_off = True
-        if _is_in_item(session):
-            run_context.after_item(lambda: self._save_due(run_context), last=True)
-        if "pinning" not in session.warned:
-            session.warned.add("pinning")
-            message = "the checkpoint of step %d is put off until memory for its copy is pinned"
-            logger.info(message, session.global_step)
-
-    def _agree_to_skip(self, run_context: SessionRunContext) -> bool:
-        """Return whether any rank still writes the previous checkpoint, unless one stops. Every rank calls this."""
-        stops = run_context.stop_requested or self._coord.should_stop()
-        state = self._saver.is_writing, stops
-        states = run_context.session.ranks.gather(state, "whether a checkpoint is being written")
-        return any(is_writing for is_writing, _ in states) and not any(stops for _, stops in states)
-
-    def _lacks(self, step: int, finish: str | None) -> bool:
-        """Return whether no checkpoint of ``step`` was saved or refused, or the saved one does not say ``finish``."""
-        if self._handled is None or self._handled[0] != step:
-            return True
-        return self.saved_step == step and finish not in (None, self._handled[1])
-
-    def _save_at_end(self, session: Session) -> None:
-        """Save, or only have the checkpoint say that the training run is finished, if it was saved at a stop just now.
-
-        Otherwise, code of the script may have run since, such as a last change of the model.
-        """
-        step, position = session.global_step, session.position
-        is_just_saved = self.saved_step == step and position is not None and position.is_at_stop
-        if is_just_saved and self._saver.mark_finished(session, self.path, step):
-            self._handled = step, session.why_finished
-        else:
-            self._save(session)
-
-    def _save_for_stop(self, session: Session) -> None:
-        self.trigger.fire(session.global_step)
-        if not self._agree_that_another_saved(session):
-            self._save(session)
-
-    def _agree_that_another_saved(self, session: Session) -> bool:
-        """Return whether another saver of the same folder has saved this step, so that this one need not.
-
-        Every rank calls this, because the ranks tell each other whether they have listeners.
-
-        One with listeners saves all the same, because they are called for every checkpoint, and every rank then does,
-        even if only the chief has listeners.
-        """
-        others = [hook for hook in session.loop_hooks if isinstance(hook, CheckpointSaverHook) and hook is not self]
-        now = session.global_step, session.why_finished
-        is_saved = any(hook.path == self.path and (hook.saved_step, hook.saved_finish) == now for hook in others)
-        return is_saved and not any(session.ranks.gather(bool(self._listeners), "the listeners of a saver"))
-
     @property
     def _is_async(self) -> bool:
         return bool(self._async_save) or self._saver.async_save
 
-    def _decide_to_wait(self, session: Session) -> bool:
+    def _waits_for_optimizer(self, session: Session) -> bool:
         """Return whether gradients have not been reduced yet, and the optimizer has made no step while a save waits.
 
         The wait begins with the first call of which that is true: the steps of the optimizer are counted from there.
@@ -510,48 +575,15 @@ class CheckpointSaverHook(PeriodicHook):
             self._steps_made = session.gradients.steps
         return self._steps_made == session.gradients.steps
 
-    def _save(self, session: Session, may_wait: bool = False) -> bool:
-        """Save a checkpoint, unless a hook refuses it, and return whether a listener asked to stop.
+    # -- doing it -------------------------------------------------------------------------------------------------
 
-        If it ``may_wait``, it does so between two backward passes of an accumulation of FSDP2, for the next step of the
-        optimizer.
+    def _save(self, session: Session, refusals: list[Refusal] | None, *, may_be_marked: bool = False) -> bool:
+        """Save a checkpoint, and return whether a listener asked to stop.
+
+        If it ``may_be_marked`` as finished, remember what its state was, to tell at the end whether code of the script
+        has changed it since.
         """
         step, finish = session.global_step, session.why_finished
-        if session.was_finished:
-            self._handled = step, finish
-            return False
-        if session.training_state.is_repeating:
-            self._handled = step, finish
-            logger.info("no checkpoint of step %d: the loop in which the restored one was saved has not begun", step)
-            return False
-        # With several ranks, all of them have to know whether one refuses before the chief writes.
-        refusals: list[Refusal] | None = [] if self._is_async and session.ranks.size == 1 else None
-        loops = None if session.position is None else session.position.loops
-        answer = session.why_no_checkpoint(refusals), may_wait and self._decide_to_wait(session), loops
-        answers = session.ranks.gather(answer, "a checkpoint")
-        reason = next((each for each, _, _ in answers if each is not None), None)
-        self._waits = reason is None and any(waits for _, waits, _ in answers)
-        if reason is not None:
-            self._handled = step, finish
-            logger.warning("no checkpoint of step %d: %s", step, reason)
-            return False
-        if any(each != loops for _, _, each in answers):
-            # Not handled: if the ranks come together without a further run, it is saved at the end.
-            logger.warning(
-                "no checkpoint of step %d: the ranks are in different loops over their data, so none of them could "
-                "resume from it. Begin the same loops on all ranks, and leave them after the same run",
-                step,
-            )
-            return False
-        if self._waits:
-            if "waiting" not in session.warned:
-                session.warned.add("waiting")
-                logger.info(
-                    "the checkpoint of step %d waits for the next step of the optimizer, because FSDP2 has not reduced "
-                    "the gradients over the ranks yet",
-                    step,
-                )
-            return False
         with session.paused():
             WriterTarget.flush_all()
             for listener in self._listeners:
@@ -559,7 +591,8 @@ class CheckpointSaverHook(PeriodicHook):
             logger.info("saving a checkpoint of step %d into %s", step, self._checkpoint_dir)
             asked_later, in_background = refusals or (), bool(self._async_save)
             path = self._saver.save(session, self.path, step, refusals=asked_later, async_save=in_background)
-            self._handled = self.saved_step, self.saved_finish = step, finish
+            self.last_save = LastSave(step, finish, session.total_runs, step, finish)
+            self._saved_state = digest_of_state(session.training_state) if may_be_marked else None
             session.checkpoint_saved(os.path.dirname(self.path))
             for writer in self._target.writers:  # only the chief has one
                 writer.add_session_log("CHECKPOINT", step, path)
