@@ -540,24 +540,6 @@ def test_a_fetch_of_the_first_run_needs_no_attribute(lines: Lines) -> None:
     assert (hook.reports, lines) == ([1.0, 2.0], [])
 
 
-def test_a_hook_in_a_hook() -> None:
-    class Outer(SessionRunHook):
-        def __init__(self) -> None:
-            self.inner = EveryRun(running_mean("loss"), 2)
-            self.before_run = self.inner.before_run  # type: ignore[method-assign]
-            self.after_run = self.inner.after_run  # type: ignore[method-assign]
-            self.at_end = LoggingTensorHook({"mean": running_mean("loss")}, at_end=True)
-
-        def end(self, session: Any) -> None:
-            self.at_end.end(session)
-
-    outer = Outer()
-    outer.at_end.begin()
-    result = trace(outer, losses=[1, 2, 3, 4, 5])
-    assert outer.inner.reports == [1.5, 3.5]
-    assert result.lines == [("INFO", "mean = 5.0")]  # both have one accumulation, that of the hook in the loop
-
-
 def test_a_reference_to_another_hook_of_the_loop_takes_nothing_from_it() -> None:
     class Refers(SessionRunHook):
         def __init__(self, other: SessionRunHook) -> None:

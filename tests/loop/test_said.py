@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from support.processes import fork_program
+from support.rank_threads import Hub, ThreadRanks, in_threads
 from torch import nn
 
 from torchhooks import (
@@ -24,6 +25,7 @@ from torchhooks import (
     MonitoredLoop,
     MonitoredTrainingLoop,
     NanTensorHook,
+    PeriodicHook,
     ProfilerHook,
     Saver,
     Session,
@@ -199,6 +201,144 @@ def test_a_method_that_an_instance_has_counts_as_one_that_is_overridden(lines: L
     vars(hook)["end"] = lambda session: None
     MonitoredLoop(half, hooks=[hook]).close()
     assert warnings_in(lines) == []
+
+
+# -- periodic hooks in another hook -----------------------------------------------------------------------------------
+
+
+class Holder(SessionRunHook):
+    """A hook of the script with something in an attribute."""
+
+    def __init__(self, inner: object) -> None:
+        self.inner = inner
+
+    def end(self, session: Session) -> None: ...
+
+
+class HolderWithPeriod(PeriodicHook):
+    def __init__(self, inner: object) -> None:
+        super().__init__(every_n_steps=2)
+        self.inner = inner
+
+
+class Pair(NamedTuple):
+    """A tuple with an iteration of its own, which must not be called."""
+
+    first: object
+    second: object
+
+    def __iter__(self) -> Any:
+        raise AssertionError("code of the script")
+
+
+class Unreadable:
+    """An object of the script that can only be read by running code of it."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        raise AssertionError("code of the script")
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError("code of the script")
+
+
+class UnreadableList(list[Any]):
+    def __iter__(self) -> Any:
+        raise AssertionError("code of the script")
+
+
+class HolderWithProperty(Holder):
+    @property
+    def other(self) -> object:
+        raise AssertionError("code of the script")
+
+
+def logging_hook() -> LoggingTensorHook:
+    return LoggingTensorHook(["loss"], every_n_steps=1)
+
+
+def in_itself(value: object) -> list[object]:
+    items: list[object] = [value]
+    items.append(items)
+    return items
+
+
+INNER = (
+    "hooks[1] is a {}, which has a LoggingTensorHook in its attribute inner that is not in hooks: the loop calls only "
+    "the hooks in hooks=[...], and one that another hook calls is never due. To have this loop call it, put it into "
+    "the list. A hook that has to give it something can be a subclass of it, or share an object with it"
+)
+
+
+@pytest.mark.parametrize("holder", [Holder, HolderWithPeriod, HolderWithProperty])
+@pytest.mark.parametrize(
+    "place",
+    [
+        lambda hook: hook,
+        lambda hook: [1, hook],
+        lambda hook: (hook, "a"),
+        lambda hook: {"a": hook},
+        lambda hook: {"a": [(Unreadable(), hook)]},
+        lambda hook: Pair(Unreadable(), hook),
+        lambda hook: [hook, hook],
+        in_itself,
+    ],
+    ids=["attribute", "list", "tuple", "dict", "nested", "named tuple", "twice", "in itself"],
+)
+def test_a_periodic_hook_in_a_hook_of_the_script_warns_once(
+    holder: Callable[[object], SessionRunHook], place: Callable[[object], object], lines: Lines
+) -> None:
+    hook = holder(place(logging_hook()))
+    MonitoredLoop(half, hooks=[StopAtStepHook(last_step=1), hook]).close()
+    assert [text for text in warnings_in(lines) if "which has a" in text] == [INNER.format(type(hook).__name__)]
+
+
+def test_a_training_loop_warns_of_a_periodic_hook_in_a_hook_once(lines: Lines) -> None:
+    holder = Holder([logging_hook(), StepCounterHook(every_n_steps=5)])
+    MonitoredTrainingLoop(half, hooks=[holder], log_step_count_steps=None).close()
+    held = [text.partition(" in its")[0] for text in warnings_in(lines) if "in its attribute" in text]
+    assert [text.partition("which has ")[2] for text in held] == ["a LoggingTensorHook", "a StepCounterHook"]
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        lambda: StopAtStepHook(last_step=1),
+        lambda: Holder(None),
+        Unreadable,
+        lambda: UnreadableList([logging_hook()]),
+        lambda: [logging_hook()] * 1000,
+        lambda: [[[[logging_hook()]]]],
+        lambda: LoggingTensorHook,
+    ],
+    ids=["without a period", "of the script", "unreadable", "another list", "long", "deep", "class"],
+)
+def test_no_other_value_in_a_hook_warns(inner: Callable[[], object], lines: Lines) -> None:
+    MonitoredLoop(half, hooks=[Holder(inner())]).close()
+    assert warnings_in(lines) == []
+
+
+@pytest.mark.parametrize("is_last", [True, False])
+def test_a_reference_to_a_periodic_hook_of_the_loop_is_no_warning(is_last: bool, lines: Lines) -> None:
+    hook = logging_hook()
+    holder = Holder({"logging": [hook]})
+    MonitoredLoop(half, hooks=[holder, hook] if is_last else [hook, holder]).close()
+    assert [text for text in warnings_in(lines) if "in its attribute" in text] == []
+
+
+def test_a_hook_of_the_package_may_have_others(lines: Lines) -> None:
+    hook = RecordingHook()
+    vars(hook)["inner"] = logging_hook()
+    MonitoredLoop(half, hooks=[hook]).close()
+    assert warnings_in(lines) == []
+
+
+def test_the_chief_alone_warns_of_a_periodic_hook_in_a_hook(lines: Lines) -> None:
+    def main(ranks: ThreadRanks, hub: Hub) -> None:
+        MonitoredLoop(half, hooks=[Holder(logging_hook())], ranks=ranks).close()
+
+    assert in_threads(2, main) == [None, None]
+    assert len([text for text in warnings_in(lines) if "in its attribute" in text]) == 1
 
 
 # -- next_due ---------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ import types
 import warnings
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -152,6 +152,35 @@ def attributes_of(value: object) -> dict[str, Any]:
             found = slot.__get__(value, type(value))
             return found if isinstance(found, dict) else _NO_ATTRIBUTES
     return _NO_ATTRIBUTES
+
+
+_MOST_ITEMS = 256  # a longer container in an attribute is data
+_DEPTH = 4  # of containers in containers
+
+
+def values_in_attributes(value: object) -> Iterator[tuple[str, object]]:
+    """Yield the values in the attributes of ``value``, each with the name of the attribute.
+
+    Of a list, tuple or dict these are its items, a few levels deep. Other containers are not read: it could run code.
+    """
+    values: list[tuple[str, Any]] = [*attributes_of(value).items()]
+    read: set[int] = set()  # the containers: a list may contain itself
+    for _ in range(_DEPTH):
+        inside: list[tuple[str, Any]] = []
+        for name, each in values:
+            kind, items = type(each), None
+            if kind is dict:
+                items = each.values()
+            elif kind is list:
+                items = each
+            elif is_a(kind, tuple):
+                items = tuple.__getitem__(each, slice(None))  # not by the methods of a named tuple's class
+            if items is None:
+                yield name, each
+            elif len(items) <= _MOST_ITEMS and id(each) not in read:
+                read.add(id(each))
+                inside += [(name, item) for item in [*items]]
+        values = inside
 
 
 def slots_of(value: object) -> dict[str, Any]:

@@ -21,15 +21,16 @@ from __future__ import annotations
 import math
 import numbers
 import operator
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
 
 from torchhooks.common.errors import FetchError, NoRunYetError, add_note
 from torchhooks.common.log import logger
+from torchhooks.common.members import is_a, values_in_attributes
 from torchhooks.common.memory import ordinary
 from torchhooks.common.text import kind_of
 from torchhooks.common.trees import as_snapshot, snapshot
@@ -45,8 +46,6 @@ from torchhooks.fetches.evaluation import (
 )
 from torchhooks.fetches.names import Fetch, Step, Value, describe
 
-_MOST_ITEMS = 256  # a longer container in an attribute of a hook is data, not fetches
-_DEPTH = 4
 Number = float | torch.Tensor
 """A number of Python, or a tensor without dimensions."""
 
@@ -241,33 +240,12 @@ class RunningValues:
     def find_in(self, callers: Iterable[Caller]) -> None:
         """Accumulate the running fetches that the hooks of ``callers`` declare, or have in their attributes."""
         self._has_looked = True
-        # The owners of all hooks first: a hook in the attributes of another may be in the loop too.
-        for caller, owner in [(caller, self._owner(caller)) for caller in callers]:
+        for caller in callers:
             wanted: list[RunningFetch] = accumulated_parts(caller.declared_fetches())
-            for value in self._attributes(caller.hook):
-                if isinstance(value, ComposedFetch):
-                    wanted += value.accumulated_parts
-                else:
-                    self._owners[id(value)] = owner  # a hook that this one calls
-            self._accumulate(owner, wanted)
-
-    def _attributes(self, hook: object) -> Iterator[object]:
-        """Yield the composed fetches in the attributes of ``hook``, the hooks that only it has, and their fetches."""
-        # Only containers of Python's own types are searched: looking into others could run code. The depth is limited
-        # because a list may contain itself.
-        values = [*getattr(hook, "__dict__", {}).values()]
-        for _ in range(_DEPTH):
-            inside: list[object] = []
-            for value in values:
-                if isinstance(value, ComposedFetch):
-                    yield value
-                elif isinstance(value, tuple) or type(value) in (list, dict):
-                    if len(value) <= _MOST_ITEMS:
-                        inside += value.values() if type(value) is dict else value
-                elif hasattr(type(value), "before_run") and id(value) not in self._owners:
-                    yield value
-                    inside += getattr(value, "__dict__", {}).values()
-            values = inside
+            for _, value in values_in_attributes(caller.hook):
+                if is_a(type(value), ComposedFetch):  # isinstance() would ask for the __class__, perhaps a property
+                    wanted += cast(ComposedFetch, value).accumulated_parts
+            self._accumulate(self._owner(caller), wanted)
 
     def declare(self, caller: Caller, fetches: Fetch, run: int) -> None:
         """Accumulate the running fetches in ``fetches``, which a hook requests in the run with the number ``run``."""

@@ -17,10 +17,11 @@ from torchhooks.checkpoints.unsaved import Contents
 from torchhooks.common.checks import exception_types, folder, seconds, whole_number
 from torchhooks.common.files import CHECK_PLAN, place
 from torchhooks.common.log import logger
+from torchhooks.common.members import is_a, values_in_attributes
 from torchhooks.common.stateful import Stateful, has_state
 from torchhooks.common.text import shortened, shown
 from torchhooks.fetches.names import Step, parameters_of
-from torchhooks.lifecycle.hook import SessionRunHook, StandardHook, overrides
+from torchhooks.lifecycle.hook import PeriodicHook, SessionRunHook, StandardHook, overrides
 from torchhooks.lifecycle.session import Scaffold
 from torchhooks.lifecycle.signals import checked_signals
 from torchhooks.ranks.ranks import Ranks, checked_ranks
@@ -72,12 +73,15 @@ class LoopArguments:
         self.scaffold = Scaffold() if scaffold is None else scaffold
         self.step = Step(step)
         self.state = check_state(state)
-        self.hooks = _with_added(check_hooks(() if hooks is None else hooks), step)
+        hooks = check_hooks(() if hooks is None else hooks)
+        self.hooks = _with_added(hooks, step)
         self.chief_only = chief_only
         """The hooks that no other rank has, so that they are called alone, even if they are collective."""
         self.metadata = plain_metadata(metadata)
         self.ranks = checked_ranks(ranks)
         check_methods(self.hooks)
+        if self.ranks.is_chief:
+            warn_of_inner_hooks(hooks)  # not self.hooks: a tool that watches the script may have left some out
         check_collective_hooks(self.hooks, self.ranks)
         self.checkpoint_dir, self.checkpoint = checked_place(checkpoint_dir)
         """The folder of checkpoints, and the name of the checkpoint in it that was given, ``None`` for the newest."""
@@ -173,7 +177,7 @@ def check_methods(hooks: Iterable[SessionRunHook]) -> None:
     """Log a warning for each hook that overrides no method of SessionRunHook, but has others, which nothing calls."""
     methods = [name for name, value in vars(SessionRunHook).items() if callable(value) and not name.startswith("_")]
     for index, hook in enumerate(hooks):
-        if not type(hook).__module__.startswith("torchhooks."):
+        if not _is_own(hook):
             check_signatures(index, hook, methods)
         others = [name for name, value in inspect.getmembers_static(type(hook), callable) if not name.startswith("_")]
         unused = [name for name in others if name not in (*methods, "state_dict", "load_state_dict")]
@@ -186,6 +190,32 @@ def check_methods(hooks: Iterable[SessionRunHook]) -> None:
                 shortened([f"{name}()" for name in unused], 4),
                 shortened([f"{name}()" for name in methods]),
             )
+
+
+def warn_of_inner_hooks(hooks: Sequence[SessionRunHook]) -> None:
+    """Log a warning for each periodic hook that one of ``hooks`` has in an attribute, and that is none of them."""
+    for index, hook in enumerate(hooks):
+        if _is_own(hook):
+            continue
+        inner = {
+            id(value): (value, name)
+            for name, value in values_in_attributes(hook)
+            # Not isinstance(), which would ask the value for its __class__, perhaps a property.
+            if is_a(type(value), PeriodicHook) and all(value is not each for each in hooks)
+        }
+        for value, name in inner.values():
+            logger.warning(
+                "hooks[%d] is a %s, which has a %s in its attribute %s that is not in hooks: the loop calls only the "
+                "hooks in hooks=[...], and one that another hook calls is never due. To have this loop call it, put it "
+                "into the list. A hook that has to give it something can be a subclass of it, or share an object with "
+                "it",
+                *(index, type(hook).__name__, type(value).__name__, name),
+            )
+
+
+def _is_own(hook: SessionRunHook) -> bool:
+    """Return whether the package defines the class of ``hook``."""
+    return type(hook).__module__.partition(".")[0] == "torchhooks"
 
 
 def check_signatures(index: int, hook: SessionRunHook, methods: Iterable[str]) -> None:
