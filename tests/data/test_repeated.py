@@ -5,11 +5,12 @@ from __future__ import annotations
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,8 +24,11 @@ from torchhooks import (
     SessionRunHook,
     SessionRunValues,
     StopAtStepHook,
+    Variables,
 )
+from torchhooks.common.digests import TooManyValuesError, digest
 from torchhooks.common.files import Disk
+from torchhooks.common.trees import changes_in_place
 
 Lines = list[tuple[str, str]]
 Loop = MonitoredLoop[torch.Tensor]
@@ -125,6 +129,114 @@ def test_a_tensor_and_an_entry_that_the_script_sets_before_the_data_are_kept(tmp
                 assert (job.model.weight.item(), job.model.bias.item(), job.rate) == (weight, 5.0, 1.0)
                 assert job.scheduler.gamma == 0.75
                 loop.run()
+
+
+class Memory:
+    """An object of the script whose tensor shares the memory of an array, and which draws nothing from torch."""
+
+    def __init__(self) -> None:
+        self.array = np.zeros(5000)  # of which repr() shows six numbers
+        self.seen = {3}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"tables": [torch.from_numpy(self.array)], "seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.array[:] = state["tables"][0].numpy()
+        self.seen = set(state["seen"])
+
+
+class Uncounted(Job):
+    """A job with a state that can be changed without a change of torch's count, ``Tensor._version``."""
+
+    def __init__(self, folder: Path, stop: int = 100) -> None:
+        self.memory, self.variables = Memory(), Variables(table=torch.zeros(3, 3), best=0.5)
+        super().__init__(folder, stop)
+        self.model.norm = torch.nn.BatchNorm1d(3)
+        self.model.sparse = torch.nn.Parameter(torch.eye(3).to_sparse())
+        self.optimizer = torch.optim.SGD([self.model.weight, self.model.bias], lr=0.0, momentum=0.5)
+
+    @contextmanager
+    def loop(self) -> Iterator[Loop]:
+        hooks = [StopAtStepHook(last_step=self.stop), CheckpointSaverHook(self.folder, save_steps=1)]
+        state: dict[str, Any] = {"memory": self.memory, "variables": self.variables}
+        with MonitoredLoop(
+            self.step, self.model, self.optimizer, hooks=hooks, state=state, checkpoint_dir=self.folder
+        ) as loop:
+            yield loop
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {
+            "parameter": self.model.weight,
+            "buffer": self.model.norm.running_mean,  # type: ignore[dict-item, union-attr]
+            "sparse": self.model.sparse,  # type: ignore[dict-item]
+            "momentum": self.optimizer.state[self.model.weight]["momentum_buffer"],
+            "array": torch.from_numpy(self.memory.array),
+            "variable": self.variables.table,
+        }
+
+
+def values_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of the elements that has a count of changes of its own."""
+    data = tensor.data
+    return data.values() if data.layout is torch.sparse_coo else data
+
+
+def scale(tensor: torch.Tensor) -> None:
+    values_of(tensor).mul_(2)
+    values_of(tensor).add_(1)
+
+
+def change_one(tensor: torch.Tensor) -> None:
+    values_of(tensor).view(-1)[values_of(tensor).numel() // 2] += 1
+
+
+def change_sign(tensor: torch.Tensor) -> None:
+    """Also that of zeros, which are equal then."""
+    values_of(tensor).neg_()
+
+
+@pytest.mark.parametrize("change", [scale, change_one, change_sign])
+def test_what_the_script_sets_before_the_data_is_kept_if_torch_does_not_count_it_as_a_change(
+    change: Callable[[torch.Tensor], None], tmp_path: Path, lines: Lines
+) -> None:
+    job = Uncounted(tmp_path / "run", stop=3)
+    with job.loop() as loop:
+        epochs(job, loop, bool)
+    for name in job.tensors():
+        shutil.copytree(tmp_path / "run", tmp_path / name)
+        job = Uncounted(tmp_path / name, stop=4)
+        with job.loop() as loop:
+            wanted = {each: digest(value.detach()) for each, value in job.tensors().items()}
+            count = changes_in_place(job.tensors()[name])
+            change(job.tensors()[name])
+            assert name == "array" or changes_in_place(job.tensors()[name]) == count
+            wanted[name] = digest(job.tensors()[name].detach())
+            for _ in loop.until_stop(range(3)):
+                for tensor in job.tensors().values():  # repeated: undone in all but the one
+                    scale(tensor)
+                for _ in loop.until_stop([1.0, 2.0]):
+                    assert {each: digest(value.detach()) for each, value in job.tensors().items()} == wanted
+                    loop.run()
+    kept = [text.split()[3] for _, text in lines if "is kept" in text]
+    assert kept == ["model", "model", "model", "optimizer", "memory", "variables"]
+
+
+def test_a_state_of_too_many_values_for_a_digest_is_kept_as_it_is_before_the_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(values: Iterable[object]) -> list[str]:
+        raise TooManyValuesError(f"{len([*values])} leaves")
+
+    job = Uncounted(tmp_path, stop=3)
+    with job.loop() as loop:
+        epochs(job, loop, bool)
+    monkeypatch.setattr("torchhooks.checkpoints.restoring.digests", refuse)
+    job = Uncounted(tmp_path, stop=4)
+    with job.loop() as loop:
+        job.memory.seen.add(4)
+        epochs(job, loop, job.memory.seen.clear)
+        assert job.memory.seen == {3, 4}
 
 
 @pytest.mark.parametrize("saves", [True, False])  # a saver writes a checkpoint with the part when the loop is created

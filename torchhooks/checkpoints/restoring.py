@@ -7,7 +7,7 @@ because whatever is loaded may draw random numbers.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -32,12 +32,14 @@ from torchhooks.checkpoints.training_state import (
     TrainingState,
     parts_of_rank,
 )
+from torchhooks.common.digests import TooManyValuesError, atom_text, digests
 from torchhooks.common.errors import CheckpointError, add_note
 from torchhooks.common.log import logger
+from torchhooks.common.members import is_atom
 from torchhooks.common.random_states import set_random_states
 from torchhooks.common.stateful import Stateful, deep_copy
 from torchhooks.common.text import shortened
-from torchhooks.common.trees import Tree, changes_in_place
+from torchhooks.common.trees import Tree
 from torchhooks.data.cursor import SavedCursor
 from torchhooks.data.position import outer_position
 from torchhooks.fetches.names import canonical
@@ -328,7 +330,7 @@ class SecondLoad:
     state is loaded again once the loop is reached, and the repeated code has had no effect on it.
 
     What the script changes on purpose, between the creation of the loop and its first ``until_stop``, such as another
-    learning rate, is kept. It is noted entry by entry of each ``state_dict()``.
+    learning rate, is kept. It is noted entry by entry of each ``state_dict()``, by contents.
 
     Args:
         training: what was restored.
@@ -350,7 +352,8 @@ class SecondLoad:
 
     def note_changes(self) -> None:
         """Keep what the script has changed since the checkpoint was loaded, before its first ``until_stop``."""
-        changes = {name: _changes(mark, self._parts[name].state_dict()) for name, mark in self._marks.items()}
+        states = {name: part.state_dict() for name, part in self._parts.items()}
+        changes = {name: _changes(self._marks[name], _marked(state), state) for name, state in states.items()}
         self._marks = {}
         self._kept = {name: changed for name, changed in changes.items() if changed is not _UNCHANGED}
         if self._kept:
@@ -397,49 +400,49 @@ def _is_loader(part: object) -> bool:
     return isinstance(part, Iterable) and not isinstance(part, torch.nn.Module)
 
 
-class _Mark:
-    """A leaf of a state: a tensor and how often it was changed in place, or the text of anything else."""
-
-    def __init__(self, leaf: Tree) -> None:
-        self._tensor = leaf.to_local() if is_sharded(leaf) else leaf if isinstance(leaf, torch.Tensor) else None
-        self._sign = repr(leaf) if self._tensor is None else changes_in_place(self._tensor)
-
-    def is_still(self, leaf: Tree) -> bool:
-        """Return whether ``leaf`` has the value that the marked one had."""
-        other = _Mark(leaf)
-        if self._tensor is None or other._tensor is None:
-            return other._tensor is self._tensor and self._sign == other._sign
-        if changes_in_place(self._tensor) != self._sign:
-            return False  # changed in place
-        if self._tensor is other._tensor:  # also of a layout that torch cannot compare
-            return True
-        try:
-            # The second is for a state_dict() that returns new tensors each time.
-            return self._tensor.is_set_to(other._tensor) or (
-                self._tensor.dtype == other._tensor.dtype and torch.equal(self._tensor, other._tensor)
-            )
-        except RuntimeError:  # on another device, or of a layout that torch cannot compare
-            return False
-
-
 def _marked(state: Tree) -> Tree:
+    """Return the structure of ``state`` with a mark in place of each leaf, which is another one for other contents.
+
+    Not torch's count of changes: it leaves out those of ``parameter.data``, of memory that is shared with an array, and
+    in inference mode. Not copies, which might not fit into memory.
+    """
+    leaves = [*_leaves(state)]
+    try:
+        # In one call, which waits once for a device. A list may have a million numbers, which are quicker as text.
+        others = iter(digests(leaf for leaf in leaves if not is_atom(leaf)))
+    except TooManyValuesError:
+        return object()  # equal to no other mark: the state counts as changed, and all of it is kept
+    return _with_leaves(state, iter([atom_text(leaf) if is_atom(leaf) else next(others) for leaf in leaves]))
+
+
+def _leaves(state: Tree) -> Iterator[object]:
+    if isinstance(state, Mapping) or type(state) in (list, tuple):
+        for value in state.values() if isinstance(state, Mapping) else state:
+            yield from _leaves(value)
+    else:
+        yield state
+
+
+def _with_leaves(state: Tree, leaves: Iterator[object]) -> Tree:
+    """Return the structure of ``state``, as dicts and lists, with the next of ``leaves`` in place of each leaf."""
     if isinstance(state, Mapping):
-        return {key: _marked(value) for key, value in state.items()}
-    return [_marked(value) for value in state] if type(state) in (list, tuple) else _Mark(state)
+        return {key: _with_leaves(value, leaves) for key, value in state.items()}
+    return [_with_leaves(value, leaves) for value in state] if type(state) in (list, tuple) else next(leaves)
 
 
-def _changes(mark: Tree, now: Tree) -> Tree:
-    """Return ``now`` with copies of the leaves that changed since ``mark``, and ``_UNCHANGED`` for the others."""
-    if isinstance(mark, dict) and isinstance(now, Mapping):
-        changes = {key: _changes(mark.get(key), value) for key, value in now.items()}
-        same = changes.keys() == mark.keys() and all(each is _UNCHANGED for each in changes.values())
+def _changes(before: Tree, after: Tree, now: Tree) -> Tree:
+    """Return ``now`` with copies of the leaves that have changed, and ``_UNCHANGED`` for the others.
+
+    ``before`` and ``after`` are what :func:`_marked` returned, ``after`` for ``now``.
+    """
+    if isinstance(before, dict) and isinstance(after, dict):
+        changes = {key: _changes(before.get(key), after[key], value) for key, value in now.items()}
+        same = changes.keys() == before.keys() and all(each is _UNCHANGED for each in changes.values())
         return _UNCHANGED if same else changes
-    if isinstance(mark, list) and type(now) in (list, tuple) and len(mark) == len(now):
-        items = [_changes(one, other) for one, other in zip(mark, now, strict=True)]
+    if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        items = [_changes(*each) for each in zip(before, after, now, strict=True)]
         return _UNCHANGED if all(each is _UNCHANGED for each in items) else type(now)(items)
-    if isinstance(mark, _Mark) and mark.is_still(now):
-        return _UNCHANGED
-    return deep_copy(now)
+    return _UNCHANGED if before == after else deep_copy(now)
 
 
 def _with_changes(changes: Tree, state: Tree) -> Tree:
