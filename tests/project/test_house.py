@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import types
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,6 +18,7 @@ from support.paths import ROOT
 from support.processes import run_program
 
 import torchhooks
+from torchhooks import hooks
 
 IMPORT_BUDGET = 0.05  # of the time that torch takes: a slow machine is slow for both
 
@@ -150,3 +152,21 @@ def test_an_import_takes_at_most_a_twentieth_of_the_time_that_torch_takes(tmp_pa
     # The best of several, one after the other until one is good: others may be using this machine, and its caches.
     shares = (import_in_a_new_process(tmp_path)["share"] for _ in range(5))
     assert any(share <= IMPORT_BUDGET for share in shares)
+
+
+def test_what_to_know_before_changing_a_hook_is_one_list_of_a_few_facts() -> None:
+    assert hooks.__doc__ is not None
+    numbers = [int(number) for number in re.findall(r"^(\d+)\. ", hooks.__doc__, re.MULTILINE)]
+    assert numbers == [*range(1, len(numbers) + 1)]
+    assert 10 < len(numbers) <= 33
+
+
+def test_only_the_trigger_asks_a_timer() -> None:
+    methods = "should_trigger_for_step|triggers_at|next_due|last_triggered_step|update_last_triggered_step|start_at"
+    asks = {module for module in modules() if re.search(rf"timer\.({methods})\(", source(module))}
+    assert asks - {"torchhooks.common.timers", "torchhooks.testing.recording"} == {
+        "torchhooks.lifecycle.trigger",
+        "torchhooks.lifecycle.hook",  # PeriodicHook.next_due(), which the loop asks for the trigger
+        "torchhooks.hooks.profiling",  # TensorFlow's guess of the step
+        "torchhooks.hooks.progress_bar",  # which is no periodic hook: it draws as often as a person can see
+    }
