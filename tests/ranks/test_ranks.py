@@ -2272,7 +2272,7 @@ def many_loops(rank: int, folder: str) -> tuple[int, int, list[Any]]:
             loop.run()
             loop.session.ranks.for_saving()
         loops.append(loop)  # so that the garbage collector does not help
-    wait_until(lambda: count() == before)
+    wait_until(lambda: count() == before, lambda: f"{count()} descriptors and threads, {before} before")
     descriptors, threads = (now - then for now, then in zip(count(), before, strict=True))
     return descriptors, threads, loops[0].session.ranks.gather(rank)
 
