@@ -130,8 +130,8 @@ class Trigger:
         self.run = -1
 
     def end_epoch(self) -> None:
-        """Be due at the end of an epoch that the hook has asked for, without a decision."""
-        self.due = True
+        """Be due at the end of an epoch that the hook has asked for, without a decision by the timer."""
+        self.due = self.timer is not None  # otherwise nothing fires, and it would stay due
 
     def withdraw(self) -> None:
         """Be due in a later run instead of this one."""

@@ -158,13 +158,10 @@ class HookQueue:
 
     def choose_again(self, participants: list[HookSlot], current: HookSlot, step: int, run: int) -> None:
         """Choose the hooks after ``current`` once more, because it has set the global step, into ``participants``."""
-        later = HookQueue(slot for slot in (*self.always, *self.waiting) if slot.index > current.index)
-        later.update()
-        for slot in later.waiting:
-            slot.trigger.withdraw()
-        added = [slot for slot in later.choose(step, run) if slot not in participants]
-        # Those that were chosen before stay: the loop may call a hook in a run that is not due.
-        participants += added
+        now = time.monotonic()
+        called = [slot for slot in self.waiting if slot.index > current.index and slot.trigger.choose(step, run, now)]
+        # A hook that was chosen before, and would not be now, stays: it is called in a run that is not due.
+        participants += [slot for slot in called if slot not in participants]
         participants.sort(key=by_index)
 
 
