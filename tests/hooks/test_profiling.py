@@ -185,6 +185,23 @@ def test_a_hook_that_was_never_due_says_so_at_the_end(tmp_path: Path) -> None:
     ]
 
 
+def test_a_hook_whose_only_profile_is_of_a_run_that_counted_no_step_says_so_at_the_end(tmp_path: Path) -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(counts: bool) -> None:
+        if counts:
+            optimizer.step()
+
+    hook = ProfilerHook(every_n_steps=2, output_dir=tmp_path)
+    unit = "optimizer_step"
+    with log_lines() as lines, MonitoredLoop(step, model, optimizer, hooks=[hook], step_unit=unit) as loop:
+        loop.run(True)
+        loop.run(False)
+    assert lines[-1] == ("INFO", f"{hook!r} wrote no profile: the run that was profiled counted no step")
+    assert timelines(tmp_path) == []
+
+
 def test_a_hook_that_found_the_profiler_in_use_says_so_at_the_end(tmp_path: Path) -> None:
     hook = ProfilerHook(save_steps=2, output_dir=tmp_path)
     with log_lines() as lines, torch.profiler.profile():
