@@ -66,6 +66,18 @@ class CursorState(Enum):
 IN_ITEM, BETWEEN_ITEMS, ENDED = CursorState.IN_ITEM, CursorState.BETWEEN_ITEMS, CursorState.ENDED
 
 
+class Resumed(NamedTuple):
+    """What a loop has found of itself in the checkpoint."""
+
+    items: int | None = None
+    """How many of its items were done; ``None`` if the checkpoint does not contain the loop."""
+    has_more: bool | None = None
+    """Whether the data have further items; ``None`` if the loop of the checkpoint is a later one."""
+
+
+_NOT_RESUMED = Resumed()
+
+
 class SavedCursor(NamedTuple):
     """What a checkpoint contains of one loop."""
 
@@ -139,7 +151,7 @@ class Cursor:
         *("may_nest", "taken", "runs", "state", "current_item", "several_runs"),  # of every item
         *("iterable", "outer", "depth", "order", "limit", "runs_before", "left", "is_side_by_side", "nests"),
         *("random_after_inner", "item_of_outer", "_inner", "resumed", "had_ended", "last", "digest", "before"),
-        *("random_at_item", "random_between", "has_items_left"),
+        *("random_at_item", "random_between"),
     )
 
     def __init__(self, iterable: object, outer: Cursor | None, runs: int) -> None:
@@ -162,8 +174,7 @@ class Cursor:
         self.item_of_outer = 0 if outer is None else outer.taken  # in which it began
         self._inner: Cursor | None = None
         # From the checkpoint, and for the next one: see SavedCursor.
-        self.resumed: int | None = None  # how many items were done when the loop was resumed
-        self.has_items_left: bool | None = None  # when it was resumed; None if the checkpoint's loop is a later one
+        self.resumed = _NOT_RESUMED
         self.had_ended = False
         self.last: int | None = None
         self.digest: ItemDigest | None = None
@@ -184,7 +195,7 @@ class Cursor:
     @property
     def has_new_item(self) -> bool:
         """Whether the loop has taken an item in this process."""
-        return self.taken > (self.resumed or 0)
+        return self.taken > (self.resumed.items or 0)
 
     @property
     def is_epoch(self) -> bool:
@@ -203,7 +214,7 @@ class Cursor:
             return self.taken
         length = length_of(self.iterable)
         if length is not None and isinstance(self.iterable, range):
-            length += self.resumed or 0  # after a resume, a range is only what was left of it
+            length += self.resumed.items or 0  # after a resume, a range is only what was left of it
         return min((each for each in (length, self.limit) if each is not None), default=None)
 
     @property
@@ -243,9 +254,9 @@ class Cursor:
         if self._inner is inner:
             self._inner, self.may_nest, self.nests = None, False, False
 
-    def resume(self, saved: SavedCursor | None, taken: int | None) -> None:
-        """Continue ``saved``, if there is one, after ``taken`` items that are done."""
-        self.resumed = taken
+    def resume(self, saved: SavedCursor | None, resumed: Resumed) -> None:
+        """Continue ``saved``, if there is one, after the items of ``resumed``, which are done."""
+        self.resumed, taken = resumed, resumed.items
         if saved is not None:
             self.taken = taken or 0
             self.had_ended, self.nests, self.several_runs = saved.state is ENDED, saved.nests, saved.several_runs
@@ -270,10 +281,14 @@ class Cursor:
         Recording costs time, so it is done for items in which an inner loop is to be expected: the first one, and one
         after an item that had an inner loop.
         """
-        is_first = self.taken == (self.resumed or 0) + 1
+        is_first = self.taken == (self.resumed.items or 0) + 1
         self.may_nest = is_first or (self._inner is not None and self._inner.item_of_outer == self.taken - 1)
         self.random_at_item = random_states() if self.may_nest else None
         self.random_after_inner = None
+
+    def item_done(self) -> None:
+        """Record that the body is done with the current item, or has not begun with the first one."""
+        self.state = BETWEEN_ITEMS
 
     def end(self) -> None:
         """Record that the data ended."""
@@ -321,7 +336,7 @@ class Cursor:
         if isinstance(self.iterable, IN_MEMORY):
             length = len(self.iterable)
             if isinstance(self.iterable, range):
-                length += self.resumed or 0  # after a resume, a range is only what was left of it
+                length += self.resumed.items or 0  # after a resume, a range is only what was left of it
         return min((each for each in (length, self.limit) if each is not None), default=None)
 
     def counts_as_done(self, runs: int) -> bool:
@@ -334,7 +349,7 @@ class Cursor:
 
     def _note_last(self) -> None:
         if isinstance(self.iterable, range) and self.has_new_item:
-            self.last = self.iterable[self.taken - (self.resumed or 0) - 1]
+            self.last = self.iterable[self.taken - (self.resumed.items or 0) - 1]
 
 
 def length_of(iterable: Any) -> int | None:

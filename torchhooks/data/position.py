@@ -16,6 +16,7 @@ What a resumed process does with its data is a :class:`Plan`, which :func:`plan_
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from enum import Enum
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torchhooks.common.log import logger
@@ -27,6 +28,7 @@ from torchhooks.data.cursor import (
     IN_ITEM,
     Cursor,
     CursorState,
+    Resumed,
     Saved,
     SavedCursor,
     is_plain_iterator,
@@ -39,6 +41,33 @@ T = TypeVar("T")
 
 DATA_ENDED = "data ended"
 """Why a training run is finished whose outermost loop has no more items."""
+
+
+class Point(Enum):
+    """Where in the script the position is taken, which decides what counts as done."""
+
+    BEFORE_LOOP = "a stop keeps a loop from its first item"
+    BETWEEN_ITEMS = "the body asks for its next item"
+    IN_BODY = "the body is in an item, as where it calls saver.save()"
+    AT_SHOULD_STOP = "the body is told to stop by should_stop(), after which it may leave its item"
+    IN_ITEM = "the body has further runs for its item, which are made again"
+
+
+class Return(Enum):
+    """Where the script is on its way to the loop in which the checkpoint was saved."""
+
+    DONE = "it has come there, or does not repeat code before it"
+    ON_THE_WAY = "it repeats code before that loop: until it comes there, nothing is saved"
+    MISSED = "it has begun a later loop instead, or ended"
+
+
+class Finish(NamedTuple):
+    """That the training run is finished, by the restored checkpoint or since the script has left its loop."""
+
+    why: str | None = None
+    """:data:`DATA_ENDED`, or how the script has left the outermost loop; ``None`` if it is not finished."""
+    runs: int = 0
+    """How many runs this process had made. One more makes it void."""
 
 
 class RunCounter(Protocol):
@@ -84,8 +113,7 @@ class DataPosition:
         self._stop: _StopPosition | None = None
         self._several_runs: set[str] = set()  # the keys of the loops in which some item had several runs
         self._trained: Cursor | None = None  # the last outermost loop that had a run, but for the present one
-        self._finished: str | None = None
-        self._runs_when_finished = 0
+        self._finish = Finish()
         self._trains_on = False  # whether a restored training run was finished, and goes on
         # From the restored checkpoint:
         self._path: list[SavedCursor] = []
@@ -93,10 +121,8 @@ class DataPosition:
         self._continues_epoch = False
         self.second_load: CheckpointReload | None = None
         """What to call where the checkpoint's loop continues; ``restore`` sets it if :attr:`repeats_code`."""
-        self.is_repeating = False
-        """Whether the script has not come to the checkpoint's loop yet: until then, nothing is saved."""
-        self.passed_over = False
-        """Whether the script has begun a later loop instead, or ended."""
+        self.way_back = Return.DONE
+        """Where the script is on its way to the checkpoint's loop."""
 
     # -- where the loop is --------------------------------------------------------------------------------------------
 
@@ -201,7 +227,7 @@ class DataPosition:
         outer = self._innermost
         # These look at what was there before this loop: it may be the first, or the first of another outermost loop.
         if self.repeats_code:
-            self.is_repeating = True
+            self.way_back = Return.ON_THE_WAY
             assert self.second_load is not None  # set by the restore of the position
             self.second_load.note_changes()
         if outer is self._root:
@@ -236,7 +262,7 @@ class DataPosition:
             has_own_state=self._loaders.has_own_state(iterable, saved),
         )
         is_earlier = plan.way is Way.NOTHING and plan.saved is None
-        cursor.has_items_left = None if is_earlier else not is_over(plan, cursor, iterable)
+        has_more = None if is_earlier else not is_over(plan, cursor, iterable)
         for line in lines_of(plan, cursor, iterable):
             logger.log(line.level, line.message, *line.arguments)
         # Only now it shows whether the data take their own state, which the other plan does without.
@@ -247,6 +273,7 @@ class DataPosition:
             logger.warning("%s continues after the item that was in progress. %s", name_of(iterable), _IN_PROGRESS)
         # After the path was cut: a loop whose item in progress is given up is itself the one to continue.
         is_reached = restored is not None and restored.order == cursor.order and cursor.depth == len(self._path)
+        cursor.resume(plan.saved, Resumed(plan.taken, has_more))
         return self._carry_out(plan, cursor, iterable, saved if resume else {}, is_reached, notice_stop)
 
     def _carry_out(
@@ -260,7 +287,6 @@ class DataPosition:
     ) -> Iterator[T]:
         """Return the items that ``plan`` leaves, after restoring what the body and the data continue with."""
         is_fresh = plan.way is Way.FRESH
-        cursor.resume(plan.saved, plan.taken)
         # First the items that are done: to take them draws numbers, also from generators that were restored before.
         iterator = iter(()) if is_fresh else remaining(plan, cursor, iterable, notice_stop)
         self._loaders.restore(iterable, saved, again=not is_fresh)
@@ -269,7 +295,7 @@ class DataPosition:
             # Where a finished training run goes on with resume=False, what earlier loops have just trained stays.
             if not (is_fresh and self._trains_on and self._counter.runs):
                 self.second_load.load(self._counter.runs > 0)
-            self.is_repeating, self.second_load = False, None
+            self.way_back, self.second_load = Return.DONE, None
         # The random states of the process are set once, after all of the above, which may draw from them. Only the
         # iter() of a fresh loop comes later: it draws from these states, as it did the first time.
         if plan.random is not None:
@@ -292,7 +318,7 @@ class DataPosition:
 
     def count_epoch(self, cursor: Cursor) -> int | None:
         """Record that the loop of ``cursor`` is over. Return how many epochs have ended if that was one."""
-        if not cursor.is_epoch or (self._counter.runs == cursor.runs_before and not cursor.resumed):
+        if not cursor.is_epoch or (self._counter.runs == cursor.runs_before and not cursor.resumed.items):
             return None
         self._epochs_ended += 1
         self._continues_epoch = False
@@ -327,29 +353,36 @@ class DataPosition:
     # -- the way to the checkpoint's loop -----------------------------------------------------------------------------
 
     @property
+    def is_repeating(self) -> bool:
+        """Whether the script has not come to the checkpoint's loop yet: until then, nothing is saved."""
+        return self.way_back is Return.ON_THE_WAY
+
+    @property
     def repeats_code(self) -> bool:
         """Whether the script runs code, on its way to the checkpoint's loop, that the checkpoint's process had run."""
         return self._root.inner is None and (len(self._path) > 1 or (bool(self._path) and self._path[0].order > 0))
 
     def item_done(self, cursor: Cursor) -> None:
         """Note that the body is done with an item of ``cursor``: the checkpoint's loop may be one in that item."""
-        if self.is_repeating and cursor.resumed is not None and cursor.taken > cursor.resumed:
+        items = cursor.resumed.items
+        if self.is_repeating and items is not None and cursor.taken > items:
             self.give_up_repeating()
 
     def data_ended(self, cursor: Cursor) -> None:
         """Note that ``cursor`` has no more items, in which the checkpoint's loop could begin."""
-        if self.is_repeating and cursor.resumed is not None:
+        if self.is_repeating and cursor.resumed.items is not None:
             self.give_up_repeating()
 
     def give_up_repeating(self) -> None:
         """Note, with a warning, that the script has passed over the checkpoint's loop. From now on, it may save."""
         if self.is_repeating:
-            self.is_repeating, self.passed_over, self.second_load = False, True, None
+            self.way_back, self.second_load = Return.MISSED, None
             logger.warning(_NOT_REACHED)
 
     def _restored_in(self, outer: Cursor) -> SavedCursor | None:
         """Return the restored cursor of a loop inside ``outer``, if its current item is the item that had it."""
-        same_item = outer is self._root or (outer.resumed is not None and outer.taken == outer.resumed + 1)
+        items = outer.resumed.items
+        same_item = outer is self._root or (items is not None and outer.taken == items + 1)
         return self._path[outer.depth] if same_item and outer.depth < len(self._path) else None
 
     # -- stops --------------------------------------------------------------------------------------------------------
@@ -359,24 +392,16 @@ class DataPosition:
         """Whether a stop was noticed, so that the position does not change any more."""
         return self._stop is not None
 
-    def stop_here(self, at_should_stop: bool = False, in_item: bool = False) -> None:
-        """Keep the position as it is now, the first time that a stop is noticed.
-
-        The loop stops between two items or, ``at_should_stop``, at ``should_stop()`` or, ``in_item``, at a further run
-        of an item, which is then not done.
-        """
-        self._stop = _StopPosition(*self._current(at_should_stop, in_item), self._is_in_epoch, self._is_at_end)
-
-    def stop_before_loop(self) -> None:
-        """Keep the position before the first item of a loop that a stop keeps from beginning."""
+    def stop_at(self, point: Point) -> None:
+        """Keep the position as it is now, where a stop is noticed first."""
+        if point is not Point.BEFORE_LOOP or self._root.inner is None or self.is_repeating:
+            self._stop = _StopPosition(*self._current(point), self._is_in_epoch, self._is_at_end)
+            return
         outer = self._innermost
-        if self._root.inner is None or self.is_repeating:
-            self.stop_here()
-        else:
-            order = 0 if outer.inner is None else outer.inner.order + 1
-            path = [cursor.saved(IN_ITEM, self._counter.runs) for cursor in self._open]
-            path.append(SavedCursor(order, 0, BETWEEN_ITEMS, random_between=outer.random_after_inner))
-            self._stop = _StopPosition(path, None, self._is_in_epoch, is_at_end=False)
+        order = 0 if outer.inner is None else outer.inner.order + 1
+        path = [cursor.saved(IN_ITEM, self._counter.runs) for cursor in self._open]
+        path.append(SavedCursor(order, 0, BETWEEN_ITEMS, random_between=outer.random_after_inner))
+        self._stop = _StopPosition(path, None, self._is_in_epoch, is_at_end=False)
 
     @property
     def loops(self) -> list[int]:
@@ -406,7 +431,7 @@ class DataPosition:
 
         :data:`DATA_ENDED`, or how the script has left the outermost loop. Void once a run is made.
         """
-        return self._finished if self._counter.runs == self._runs_when_finished else None
+        return self._finish.why if self._counter.runs == self._finish.runs else None
 
     @property
     def has_place(self) -> bool:
@@ -429,12 +454,12 @@ class DataPosition:
             self._root.return_to(self.trained_loop)
 
     def _set_finished(self, why: str | None) -> None:
-        self._finished, self._runs_when_finished = why, self._counter.runs
+        self._finish = Finish(why, self._counter.runs)
 
     def train_on(self) -> None:
         """Continue a training run that was finished: it has more data than before, or its checkpoint was chosen."""
-        self._trains_on = self._trains_on or self._finished is not None
-        self._finished = None
+        self._trains_on = self._trains_on or self._finish.why is not None
+        self._finish = Finish()
         self._path[:1] = [cursor._replace(left=False) for cursor in self._path[:1]]
 
     # -- for checkpoints ----------------------------------------------------------------------------------------------
@@ -473,16 +498,16 @@ class DataPosition:
         """Return whether ``part`` is being iterated, so that its state must not be loaded."""
         return any(cursor.iterable is part for cursor in self._open)
 
-    def _current(self, at_should_stop: bool = False, in_item: bool = False) -> tuple[list[SavedCursor], str | None]:
+    def _current(self, point: Point = Point.IN_BODY) -> tuple[list[SavedCursor], str | None]:
         """Return the path, and the key of the data that are to be resumed by their own state."""
         if self._root.inner is None or self.is_repeating:
             return self._path, None  # what is left is what was left in the checkpoint
-        places = self._places(at_should_stop, in_item)
+        places = self._places(point)
         path = [cursor.saved(state, self._counter.runs) for cursor, state in places]
         last, state = places[-1]
         return path, last.key if state is BETWEEN_ITEMS else None
 
-    def _places(self, at_should_stop: bool = False, in_item: bool = False) -> list[tuple[Cursor, CursorState]]:
+    def _places(self, point: Point = Point.IN_BODY) -> list[tuple[Cursor, CursorState]]:
         """Return the loops that the position consists of, outermost first, and where the body of each is."""
         first = self._root.inner
         if first is None:
@@ -490,7 +515,8 @@ class DataPosition:
         *around, last = self._open or [first]
         places, state = [(cursor, IN_ITEM) for cursor in around], last.state
         if state is IN_ITEM:
-            if last.inner is not None and (in_item or (at_should_stop and last.inner.left)):
+            in_item, is_told = point is Point.IN_ITEM, point is Point.AT_SHOULD_STOP
+            if last.inner is not None and (in_item or (is_told and last.inner.left)):
                 return [*places, (last, IN_ITEM), (last.inner, ENDED)]
             is_done = last.counts_as_done(self._counter.runs) and not in_item
             state = BETWEEN_ITEMS if is_done else IN_ITEM

@@ -190,7 +190,8 @@ _AFTER_A_BREAK = (
 
 def _is_first_after_resume(outer: Cursor | None) -> bool:
     """Return whether ``outer`` is in the first item after the items that an earlier process has done."""
-    return outer is not None and bool(outer.resumed) and outer.taken == (outer.resumed or 0) + 1
+    items = None if outer is None else outer.resumed.items
+    return outer is not None and bool(items) and outer.taken == (items or 0) + 1
 
 
 def rest_of_range(values: range, last: int, done: bool) -> range:

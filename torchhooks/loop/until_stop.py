@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from torchhooks.common.log import logger
 from torchhooks.common.source import Line, leaves_at_end_of_body, lines_of_script
-from torchhooks.data.cursor import BETWEEN_ITEMS, ENDED, IN_ITEM, Cursor, name_of, shortened_limit
-from torchhooks.data.position import DATA_ENDED
+from torchhooks.data.cursor import ENDED, IN_ITEM, Cursor, name_of, shortened_limit
+from torchhooks.data.position import DATA_ENDED, Point, Return
 from torchhooks.lifecycle.loop_state import IDLE, RUNNING, LeftBySignalError, Phase, Stop, StoppedBy
 from torchhooks.loop.open_loops import follows_another
 from torchhooks.loop.runner import Runner
@@ -168,7 +168,7 @@ class DataLoops:
         # That may have ended an epoch. Its hooks come before the saves below, which contain what they do.
         calls.make_owed_epoch_end()
         # From here on the item is done, for the saves too.
-        cursor.state = BETWEEN_ITEMS
+        cursor.item_done()
         # At the end of an inner loop, the code after it still belongs to the item of the outer one. Not at a stop,
         # which leaves no outer item to wait for.
         if calls.waiting and self._state.stop is None and cursor.depth > 1 and cursor.ends_with_item:
@@ -187,7 +187,7 @@ class DataLoops:
             if self._has_parted:
                 self.save_at_parting()  # with the calls that were just made, as on the rank that has left its loops
             else:
-                self._position.stop_here()
+                self._position.stop_at(Point.BETWEEN_ITEMS)
                 self._make_stop_calls(done)
         self._raise_parting()
         return True
@@ -293,9 +293,10 @@ class DataLoops:
     def _stop_if_data_had_ended(self, cursor: Cursor) -> None:
         """Stop if the data had ended in the checkpoint, unless the outermost loop has more items now."""
         why = self._position.why_finished
-        if why is None or cursor.depth != 1 or cursor.has_items_left is None or self._state.stop is not None:
+        has_more = cursor.resumed.has_more
+        if why is None or cursor.depth != 1 or has_more is None or self._state.stop is not None:
             return
-        if all(self._runner.session.ranks.gather(cursor.has_items_left, "whether the data have more items")):
+        if all(self._runner.session.ranks.gather(has_more, "whether the data have more items")):
             self._position.train_on()
         else:
             self._stop_as_finished(why)
@@ -354,7 +355,7 @@ class DataLoops:
         is_left = self.is_in_with_block and state.by_signal and state.phase is Phase.STOPPING
         if is_left and self._deferred.depth() and not self._runner.in_step_fn:
             if not position.is_at_stop:
-                position.stop_here(in_item=True)
+                position.stop_at(Point.IN_ITEM)
                 self._make_stop_calls()
             self._leave_at_signal()
         self._runner.refuse(call)
@@ -427,7 +428,7 @@ class DataLoops:
         if cursor.has_new_item:
             self._items_without_run = cursor.taken if cursor.inner is None else self._items_without_run
         else:
-            self._why_no_run = (_NONE_LEFT if cursor.resumed else _EMPTY) % name_of(iterable)
+            self._why_no_run = (_NONE_LEFT if cursor.resumed.items else _EMPTY) % name_of(iterable)
 
     def check_end(self) -> None:
         """Log warnings when the loop is closed: the data ended without a run, or were not resumed where they should."""
@@ -435,7 +436,8 @@ class DataLoops:
         had_time = self._state.reason in ("data ended", "closed")
         if had_time:
             self._position.give_up_repeating()
-        is_explained = not had_time or self._position.passed_over or self._position.why_finished is not None
+        position = self._position
+        is_explained = not had_time or position.way_back is Return.MISSED or position.why_finished is not None
         if self._runner.caught.count:
             return  # there were runs, which failed
         if self._items_without_run and not self._state.global_step:
@@ -451,7 +453,7 @@ class DataLoops:
         """Note that the body of a loop was told to stop, and make the calls for a stop: the body may leave the loop."""
         if self._deferred.depth() and not self._position.is_at_stop and self._is_healthy():
             self._told_to_stop_at = lines_of_script()
-            self._position.stop_here(at_should_stop=True)
+            self._position.stop_at(Point.AT_SHOULD_STOP)
             self._make_stop_calls()
 
     # With several ranks, where the loop closes on this one: see RankSync.close().
@@ -480,7 +482,7 @@ class DataLoops:
         Otherwise they could not resume from what is saved here.
         """
         if not self._position.is_at_stop:
-            self._position.stop_here()
+            self._position.stop_at(Point.IN_BODY)
             places = self._runner.session.ranks.gather(self._position.place_of_stop, "where the ranks part")
             if places.count(places[0]) == len(places):
                 self._make_stop_calls()
@@ -492,7 +494,7 @@ class DataLoops:
         if self._has_parted:
             self.save_at_parting()  # the loop is begun on no other rank, so its position is none
         elif not self._position.is_at_stop:
-            self._position.stop_before_loop()
+            self._position.stop_at(Point.BEFORE_LOOP)
             if self._deferred.depth():
                 self._make_stop_calls()
 
