@@ -367,7 +367,7 @@ def test_a_recording_that_cannot_be_stopped_is_noted_on_the_error_of_the_body(mo
     def stop(recording: object) -> None:
         raise OSError("profiler")
 
-    monkeypatch.setattr("torchhooks.loop.runner.Recording.stop", stop)
+    monkeypatch.setattr("torchhooks.loop.requests.Recording.stop", stop)
     model = nn.Sequential(nn.Linear(1, 1))
     with (
         pytest.raises(ValueError, match="broken") as raised,

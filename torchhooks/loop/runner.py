@@ -32,29 +32,19 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple
-
-import torch
+from typing import Any
 
 from torchhooks.common.errors import FeedError, LifecycleError, add_note, brief
 from torchhooks.common.log import logger
-from torchhooks.common.text import shown
 from torchhooks.common.timers import EveryEpochs, first_due
-from torchhooks.common.trees import is_fixed
 from torchhooks.device.readback import Readback
-from torchhooks.fetches.evaluation import watched_names
-from torchhooks.fetches.names import check_feed_names, named_outputs
-from torchhooks.fetches.watch import NO_WATCH, ModuleWatch
 from torchhooks.lifecycle.coordinator import Coordinator
 from torchhooks.lifecycle.hook import (
     NO_KWARGS,
     PeriodicHook,
-    RunMetadata,
-    RunOptions,
     RunServices,
-    SessionRunArgs,
     SessionRunContext,
     SessionRunValues,
     StandardHook,
@@ -65,63 +55,17 @@ from torchhooks.lifecycle.session import Session
 from torchhooks.loop.arguments import LoopArguments, warn_of_late_hooks
 from torchhooks.loop.caught import CaughtErrors, Place
 from torchhooks.loop.rank_sync import RankSync
+from torchhooks.loop.requests import (
+    NO_RESULTS,
+    NOTHING_RECORDED,
+    Recorded,
+    Recording,
+    Request,
+    check_late,
+    check_request,
+)
 from torchhooks.loop.schedule import HookSlot, Schedule, by_index, note_hook
 from torchhooks.loop.sessions import Sessions
-
-Request = tuple[HookSlot, SessionRunArgs]
-
-
-class _Recorded(NamedTuple):
-    """What hooks fed, watched and traced in a step."""
-
-    fed: Mapping[str, object]
-    watched: Mapping[str, object]
-    options: RunOptions
-    metadata: RunMetadata
-
-
-class Recording:
-    """What hooks feed, watch and trace in one step."""
-
-    def __init__(self, requests: list[Request]) -> None:
-        self.fed: dict[str, object] = {}
-        self.feeders: dict[str, object] = {}
-        """The hook that feeds each parameter."""
-        self._names: list[tuple[str, object]] = []
-        trace = memory = False
-        for slot, (fetches, feed_dict, options) in requests:
-            self.fed.update(feed_dict or {})
-            self.feeders.update(dict.fromkeys(feed_dict or (), slot))
-            self._names += [(name, slot) for name in watched_names(fetches)]
-            if options is not None:
-                trace, memory = trace or options.trace, memory or options.memory
-        self._options = RunOptions(trace, memory)
-        self._watch = NO_WATCH
-        self._profile: Any = None
-        self._started = ExitStack()
-
-    def start(self, model: torch.nn.Module | None) -> None:
-        """Watch submodules of ``model``, and trace, until :meth:`stop`."""
-        with ExitStack() as stack:
-            if self._names:
-                self._watch = ModuleWatch(model, self._names)
-                stack.callback(self._watch.close)
-            if self._options.trace:
-                from torch.profiler import profile
-
-                self._profile = stack.enter_context(profile(profile_memory=self._options.memory))
-            self._started = stack.pop_all()
-
-    def stop(self) -> None:
-        """Remove what :meth:`start` added."""
-        self._started.close()
-
-    def recorded(self, outputs: object) -> _Recorded:
-        """Return what is known of the step now that it has returned ``outputs``."""
-        caught = self._watch.caught(self.fed, outputs)
-        metadata = RunMetadata(self._profile) if self._options.trace else _NOTHING_RECORDED.metadata
-        return _Recorded(self.fed, caught, self._options, metadata)
-
 
 Run = tuple[SessionRunContext, list[Request], list[HookSlot], Recording | None]
 """A run in which hooks take part, from :meth:`Runner.begin` to :meth:`Runner.finish`.
@@ -131,8 +75,6 @@ watch and trace, ``None`` if they do not. A plain tuple, because a hook in every
 """
 
 
-_NOTHING_RECORDED = _Recorded({}, {}, RunOptions(), RunMetadata())
-_NO_RESULTS = SessionRunValues(None, _NOTHING_RECORDED.options, _NOTHING_RECORDED.metadata)
 _NO_VALUES: Mapping[HookSlot, SessionRunValues] = {}
 
 _RUNS_WITHOUT_STEP = 1000  # more than the gradients of one step accumulate over
@@ -246,7 +188,7 @@ class Runner:
                 request = before_run(context)
                 if request is not None:
                     if request is not slot.plain_request:
-                        if _check_request(requests, slot, request):
+                        if check_request(requests, slot, request):
                             slot.plain_request = request  # it cannot change, so later runs skip the check
                         else:
                             records = True
@@ -312,7 +254,7 @@ class Runner:
         """Make the part of a run that comes after its step: evaluate what hooks fetch, and call their ``after_run``."""
         context, requests, participants, recording = run
         state, schedule = self.state, self.schedule
-        recorded, no_results = _NOTHING_RECORDED, _NO_RESULTS
+        recorded, no_results = NOTHING_RECORDED, NO_RESULTS
         if recording is not None:
             recording.stop()  # first: evaluating a fetch may call the model
             recorded = recording.recorded(outputs)
@@ -342,7 +284,7 @@ class Runner:
         requests: list[Request],
         participants: list[HookSlot],
         outputs: object,
-        recorded: _Recorded,
+        recorded: Recorded,
     ) -> None:
         """Call ``before_run`` of the hooks whose ``Due.when`` is true of ``outputs``; they join ``participants``."""
         schedule = self.schedule
@@ -358,8 +300,8 @@ class Runner:
                 request = slot.before_run(context)
                 if request is not None:
                     if request is not slot.plain_request:
-                        _check_request(requests, slot, request)
-                        _check_late(slot, request, outputs)
+                        check_request(requests, slot, request)
+                        check_late(slot, request, outputs)
                         self._accumulated.declare(slot, request.fetches, self.state.runs + 1)
                     requests.append((slot, request))
         except BaseException as error:
@@ -370,7 +312,7 @@ class Runner:
         participants.sort(key=by_index)
 
     def _evaluate(
-        self, context: SessionRunContext, requests: list[Request], outputs: object, recorded: _Recorded
+        self, context: SessionRunContext, requests: list[Request], outputs: object, recorded: Recorded
     ) -> Mapping[HookSlot, SessionRunValues]:
         """Evaluate every distinct fetch once, in the structure in which each hook requested it."""
         fed, watched, options, metadata = recorded
@@ -445,15 +387,15 @@ class Runner:
                 slot.hook.force_due()
                 request = slot.before_run(context)
                 if request is not None:
-                    _check_request(requests, slot, request)
-                    _check_late(slot, request, None)
+                    check_request(requests, slot, request)
+                    check_late(slot, request, None)
                     self._accumulated.declare(slot, request.fetches, state.runs)
                     requests.append((slot, request))
             evaluator = self._session.evaluator_between_runs([request.fetches for _, request in requests])
             evaluator.before_first_run = math.nan
             values = {
                 slot: SessionRunValues(
-                    evaluator.evaluate(fetches, slot), _NOTHING_RECORDED.options, _NOTHING_RECORDED.metadata
+                    evaluator.evaluate(fetches, slot), NOTHING_RECORDED.options, NOTHING_RECORDED.metadata
                 )
                 for slot, (fetches, _, _) in requests
                 if fetches is not None
@@ -461,7 +403,7 @@ class Runner:
             method = "after_run"
             for slot in participants:
                 context.caller = slot
-                slot.after_run(context, values.get(slot, _NO_RESULTS))
+                slot.after_run(context, values.get(slot, NO_RESULTS))
         except BaseException as error:
             self._note(error, context.caller, method)
             raise
@@ -812,38 +754,3 @@ class Runner:
                 return
             self.sessions.fatal = error
         state.propose_stop(f"thread {threading.current_thread().name}", StoppedBy.COORDINATOR)
-
-
-def _check_request(requests: list[Request], slot: HookSlot, request: object) -> bool:
-    """Raise if what ``slot`` returned is not a request, or feeds what an earlier hook feeds.
-
-    Return whether it is plain: it fetches values and nothing else, and cannot change.
-    """
-    if not isinstance(request, SessionRunArgs):
-        raise TypeError(f"before_run of {slot} returned {shown(request)}: return SessionRunArgs(fetches) or None")
-    fetches, feed_dict, options = request
-    if feed_dict:
-        if not isinstance(feed_dict, Mapping):
-            raise TypeError(f"before_run of {slot} feeds {shown(feed_dict)}: return a mapping, parameter name to value")
-        check_feed_names(feed_dict, slot)
-        for other, (_, fed, _) in requests:
-            for name in feed_dict.keys() & (fed or {}):
-                raise FeedError(
-                    f"{slot} feeds {name!r}, which {other} feeds too: two hooks cannot feed one parameter, remove "
-                    "one of them"
-                )
-    return feed_dict is None and options is None and is_fixed(fetches) and not watched_names(fetches)
-
-
-def _check_late(slot: HookSlot, request: SessionRunArgs, outputs: object) -> None:
-    """Raise if ``slot``, which is asked after the step, requests something that has to happen during the step."""
-    fetches, feed_dict, options = request
-    given = named_outputs(outputs)
-    watched = [name for name in watched_names(fetches) if name not in given]
-    wishes = [f"feeds {name!r}" for name in feed_dict or ()] + [f"fetches {name!r}" for name in watched]
-    wishes += ["requests a trace"] if options is not None and options.trace else []
-    if wishes:
-        raise LifecycleError(
-            f"{slot} {wishes[0]}, but its Due.when is evaluated after the step: let next_due() return None, or a "
-            "step, a moment or a number of runs, so that before_run is called before the step"
-        )
