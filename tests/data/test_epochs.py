@@ -275,6 +275,18 @@ def test_a_break_ends_an_epoch(leave: Callable[..., None]) -> None:
     assert calls == [("end", 2, 2.0), ("end", 5, 3.0)]
 
 
+def test_after_a_close_in_the_middle_of_an_epoch_its_number_stays() -> None:
+    epochs = []
+    loop = MonitoredLoop(same)
+    for epoch in loop.until_stop(range(3)):
+        for item in loop.until_stop([1.0, 2.0, 3.0, 4.0]):
+            loop.run(item)
+            if loop.global_step == 6:
+                loop.close()
+        epochs.append((epoch, loop.epoch))
+    assert epochs == [(0, 0), (1, 1)]
+
+
 TOUCHES: dict[str, Callable[[Any], object]] = {
     "should_stop": lambda loop: loop.should_stop(),
     "run": lambda loop: loop.run(9.0),
@@ -798,40 +810,34 @@ def run_to_the_end(loop: MonitoredLoop[float]) -> None:
 
 @pytest.mark.parametrize("method", ["before_run", "after_run"])
 @pytest.mark.parametrize("train", [run_to_the_end, left_by_break])
-def test_an_error_to_recover_from_restores_the_session_and_is_reported_again(
+def test_an_error_is_raised_once_and_not_recovered_from(
     tmp_path: Path, method: str, train: Callable[[MonitoredLoop[float]], None]
 ) -> None:
     calls: list[Any] = []
     hooks = [Noting(calls, fetches="epoch"), Fails(AbortedError("lost"), method), saving(tmp_path, save_steps=4)]
     with MonitoredLoop(same, hooks=hooks, checkpoint_dir=tmp_path) as loop:
-        for _ in loop.until_stop(range(2)):
-            train(loop)
-            calls.append((loop.epoch, loop.should_stop()))
-    ends = [call for call in calls if call[0] == "end"]
-    assert [epoch for *_, epoch in ends][-2:] == [0, 1]
+        for epoch in loop.until_stop(range(2)):
+            try:
+                train(loop)
+                loop.should_stop()
+            except AbortedError:
+                assert epoch == 0
+    ends = [epoch for name, *_, epoch in calls if name == "end"]
+    assert ends == ([0, 1] if method == "after_run" else [1])  # the hook before it was called, and is not called again
     assert loop.stop_reason == "data ended"
 
 
-@pytest.mark.parametrize("touch", [touch for touch in TOUCHES if touch != "close"])
-def test_a_recovery_of_an_owed_end_of_an_epoch_reports_it_before_the_next_run(tmp_path: Path, touch: str) -> None:
-    calls: list[Any] = []
-    hooks = [Fails(AbortedError("lost"), "after_run"), Noting(calls), saving(tmp_path, save_steps=2)]
-    with MonitoredLoop(same, hooks=hooks, checkpoint_dir=tmp_path) as loop:
-        break_after(loop, 3)
-        TOUCHES[touch](loop)
-        assert [(name, step) for name, step, _ in calls] == [("end", 2)]  # the restored step
-        if touch == "body":
-            loop.step().__exit__(None, None, None)
-    assert len(calls) == 1
-
-
+@pytest.mark.parametrize("error", [KeyError("x"), AbortedError("x")])
 @pytest.mark.parametrize("touch", TOUCHES)
-def test_an_error_of_an_owed_end_of_an_epoch_comes_out_of_the_next_touch(touch: str) -> None:
-    with MonitoredLoop(same, hooks=[Fails(KeyError("x"), "after_run")]) as loop:
+def test_an_error_at_the_end_of_an_epoch_left_by_break_comes_out_of_the_next_touch(
+    tmp_path: Path, touch: str, error: Exception
+) -> None:
+    hooks = [Fails(error, "after_run"), saving(tmp_path, save_steps=2)]
+    with MonitoredLoop(same, hooks=hooks, checkpoint_dir=tmp_path) as loop:
         break_after(loop, 4)
-        with pytest.raises(KeyError, match="x"):
+        with pytest.raises(type(error), match="x"):
             TOUCHES[touch](loop)
-    assert loop.global_step == 4
+    assert loop.global_step == 4  # not restored, and without the run that would have begun
 
 
 @pytest.mark.parametrize("method", ["before_run", "after_run"])

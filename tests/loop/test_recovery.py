@@ -202,8 +202,7 @@ def fault_of_saver(*where: tuple[str, int], call: int | None = None) -> Build:
     return build
 
 
-# The loop with the fault, the global step after each run in seven items, and the restored step. If a save between two
-# items fails, the item before it is yielded again.
+# The loop with the fault, the global step after each run in seven items, and the restored step.
 FAULTS = {
     "step-of-an-idle-run": (fault_of_step(4), [1, 2, 3, 3, 4, 5, 6], 2),
     "step-of-a-run-that-is-due-to-be-saved": (fault_of_step(5), [1, 2, 3, 4, 5, 6, 7], 4),
@@ -212,9 +211,6 @@ FAULTS = {
     "before_run-of-a-hook-after-the-saver": (fault_of_hook("before_run", 4, True), [1, 2, 3, 3, 4, 5, 6], 2),
     "after_run-of-a-hook-before-the-saver": (fault_of_hook("after_run", 4, False), [1, 2, 3, 3, 4, 5, 6], 2),
     "after_run-of-a-hook-after-the-saver": (fault_of_hook("after_run", 4, True), [1, 2, 3, 3, 4, 5, 6], 2),
-    "listener-before_save": (fault_of_listener("before_save", 3), [1, 2, 3, 4, 3, 4, 5, 6], 2),
-    "listener-after_save": (fault_of_listener("after_save", 3), [1, 2, 3, 4, 5, 6, 7, 8], 4),
-    "saver": (fault_of_saver(("save", 3)), [1, 2, 3, 4, 3, 4, 5, 6], 2),
     "restore-when-recovering": (fault_of_saver(("restore_latest", 2), call=4), [1, 2, 3, 3, 4, 5, 6], 2),
     "save-when-recovering": (fault_of_saver(("save", 3), call=4), [1, 2, 3, 3, 4, 5, 6], 2),
 }
@@ -230,6 +226,57 @@ def test_a_failed_run_is_repeated_from_the_newest_checkpoint(
         f"restored step {restored} from {tmp_path}/model.ckpt-{restored}"
     }
     assert training.model.w == steps[-1]
+
+
+FAULTS_OF_SAVES = {  # at the third checkpoint, of step 4; and from which step a recovery continues
+    "listener-before_save": (fault_of_listener("before_save", 3), 2),
+    "listener-after_save": (fault_of_listener("after_save", 3), 4),
+    "saver": (fault_of_saver(("save", 3)), 2),
+}
+
+
+@pytest.mark.parametrize(("build", "restored"), FAULTS_OF_SAVES.values(), ids=FAULTS_OF_SAVES)
+def test_an_error_of_a_save_between_two_items_is_raised_and_not_recovered_from(
+    build: Build, restored: int, tmp_path: Path, lines: Lines
+) -> None:
+    training, loop = build(tmp_path)
+    error = fails(loop, AbortedError)
+    assert (training.calls, loop.global_step) == (4, 4)
+    assert "in a call of CheckpointSaverHook" in notes(error)
+    assert recoveries(lines) == []
+
+
+@pytest.mark.parametrize(("build", "restored"), FAULTS_OF_SAVES.values(), ids=FAULTS_OF_SAVES)
+def test_so_it_is_if_the_script_catches_it_and_no_item_is_yielded_twice(
+    build: Build, restored: int, tmp_path: Path, lines: Lines
+) -> None:
+    training, loop = build(tmp_path)
+    items = []
+    with loop:
+        data = iter([*range(7)])
+        while True:
+            with contextlib.suppress(AbortedError):
+                for item in loop.until_stop(data, resume=False):
+                    items.append(item)
+                    loop.run()
+                break
+    assert items == [*range(7)]
+    assert (training.calls, loop.global_step) == (7, 7)
+    assert recoveries(lines) == []
+
+
+@pytest.mark.parametrize(("build", "restored"), FAULTS_OF_SAVES.values(), ids=FAULTS_OF_SAVES)
+def test_without_until_stop_a_save_is_a_part_of_the_run_which_is_recovered_from(
+    build: Build, restored: int, tmp_path: Path, lines: Lines
+) -> None:
+    _, loop = build(tmp_path)
+    made: list[int] = []
+    with loop:
+        while len(made) < 5 and not loop.should_stop():
+            loop.run()
+            made.append(loop.global_step)
+    assert made == [1, 2, 3, restored + 1, restored + 2]  # the run that failed was made again, after the restored step
+    assert len(recoveries(lines)) == 1
 
 
 def test_run_returns_what_the_repeated_run_returned(tmp_path: Path) -> None:
@@ -724,7 +771,7 @@ def test_a_step_function_that_fails_after_a_good_run_is_retried_in_the_same_row(
     assert in_a_row(lines) == [1, 2, 3]
 
 
-def test_an_error_of_a_thread_during_a_repeated_run_is_a_recovery_in_the_same_row(tmp_path: Path, lines: Lines) -> None:
+def test_an_error_of_a_thread_during_a_repeated_run_begins_another_row(tmp_path: Path, lines: Lines) -> None:
     coords: list[Coordinator] = []
 
     class Grabbing(SessionRunHook):
@@ -741,7 +788,7 @@ def test_an_error_of_a_thread_during_a_repeated_run_is_a_recovery_in_the_same_ro
 
     hooks = [Grabbing(), saving(tmp_path, every=1)]
     steps_of(MonitoredLoop(step_and_fail, training.model, hooks=hooks, checkpoint_dir=tmp_path), 4)
-    assert in_a_row(lines) == [1, 2]
+    assert in_a_row(lines) == [1, 1]  # the run itself went well
 
 
 # -- what a failed run undoes, and what stays -------------------------------------------------------------------------

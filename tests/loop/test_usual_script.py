@@ -240,7 +240,7 @@ PLACES = {  # where a signal arrives: in a call of one of these functions
     "anywhere": None,
     "in the validation": "main.<locals>.validate",
     "after the inner loop": "ReduceLROnPlateau.step",
-    "while saving": "DeferredCalls.make_due",  # by both savers, one after the other
+    "while saving": "Agenda.make_item_calls",  # by both savers, one after the other
 }
 
 

@@ -18,7 +18,7 @@ from support.paths import ROOT
 from support.processes import run_program
 
 import torchhooks
-from torchhooks import hooks
+from torchhooks import hooks, loop
 
 IMPORT_BUDGET = 0.05  # of the time that torch takes: a slow machine is slow for both
 
@@ -154,11 +154,11 @@ def test_an_import_takes_at_most_a_twentieth_of_the_time_that_torch_takes(tmp_pa
     assert any(share <= IMPORT_BUDGET for share in shares)
 
 
-def test_what_to_know_before_changing_a_hook_is_one_list_of_a_few_facts() -> None:
-    assert hooks.__doc__ is not None
-    numbers = [int(number) for number in re.findall(r"^(\d+)\. ", hooks.__doc__, re.MULTILINE)]
+@pytest.mark.parametrize(("package", "most"), [(hooks, 33), (loop, 18)], ids=["a hook", "what is between two runs"])
+def test_what_to_know_before_a_change_is_one_list_of_a_few_facts(package: types.ModuleType, most: int) -> None:
+    numbers = [int(number) for number in re.findall(r"^(\d+)\. ", package.__doc__ or "", re.MULTILINE)]
     assert numbers == [*range(1, len(numbers) + 1)]
-    assert 10 < len(numbers) <= 33
+    assert 10 < len(numbers) <= most
 
 
 def test_only_the_trigger_asks_a_timer() -> None:

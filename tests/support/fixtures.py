@@ -99,7 +99,7 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, str]]]:
 
     Most tests train a function without a model: tests/loop/test_missing_parts.py has the warning of that.
     """
-    monkeypatch.setattr("torchhooks.loop.monitored_loop.warn_of_missing_parts", lambda arguments: None)
+    monkeypatch.setattr("torchhooks.loop.life.warn_of_missing_parts", lambda arguments: None)
     with log_lines() as lines:
         yield lines
 

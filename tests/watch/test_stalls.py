@@ -130,7 +130,7 @@ def _watches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr("torchhooks.watch.stalls.Watch", make)
     monkeypatch.setattr(stalls, "LOOK_SECS", SECS)
-    monkeypatch.setattr("torchhooks.loop.monitored_loop.warn_of_missing_parts", lambda arguments: None)
+    monkeypatch.setattr("torchhooks.loop.life.warn_of_missing_parts", lambda arguments: None)
     yield
     watches.clear()
 

@@ -90,7 +90,7 @@ from torchhooks.common.checks import suggests_keywords
 from torchhooks.common.errors import LifecycleError
 from torchhooks.common.text import bound_arguments, bound_repr
 from torchhooks.common.timers import Due, GivenTimer, Timer, given_timer, hook_timer
-from torchhooks.data.deferred import DeferredCalls
+from torchhooks.data.agenda import Agenda
 from torchhooks.device.readback import Readback
 from torchhooks.fetches.evaluation import UNKNOWN, Caller
 from torchhooks.fetches.names import Fetch, Step, Value
@@ -207,7 +207,7 @@ class RunServices(NamedTuple):
     step: Step
     readback: Readback
     loop_state: LoopState
-    deferred: DeferredCalls
+    agenda: Agenda
 
 
 class SessionRunContext:
@@ -333,8 +333,7 @@ class SessionRunContext:
         That is when the next item is requested, when the data end, or when the loop closes. At the last item of an
         inner loop it is when the item of the outer loop is done, if the loop can know that the data end there. Outside
         of ``until_stop``, the callback is called at once. A callback that the same hook requested earlier is replaced.
-        An exception from ``callback`` comes out of the ``for`` statement. If the loop recovers from it, the item is
-        yielded again.
+        An exception from ``callback`` comes out of the ``for`` statement, and the loop does not recover from it.
 
         With ``last``, the callback is called after the callbacks of the other hooks, wherever those are in the list. A
         checkpoint from which a process resumes is saved in such a callback, so that no other callback is missed.
@@ -345,12 +344,12 @@ class SessionRunContext:
             self.caller = caller
             return callback()
 
-        self._services.deferred.after_item(callback if caller.hook is None else caller.hook, call, last)
+        self._services.agenda.after_item(callback if caller.hook is None else caller.hook, call, last)
 
     @property
     def waits_for_item(self) -> bool:
         """Whether a callback that this hook gave to :meth:`after_item` waits since an earlier run of the same item."""
-        return self._services.deferred.waits(self._current_caller.hook)
+        return self._services.agenda.waits(self._current_caller.hook)
 
     def when_ready(
         self, values: Value, callback: Callable[[Value], object], *, max_lag_runs: int | None = None

@@ -5,8 +5,8 @@ No other object knows. Only the training thread changes the phase:
 =============================  ========================================================================================
 change                         where
 =============================  ========================================================================================
-``IDLE`` to ``RUNNING``        a run begins, or calls are made between two items, which must not begin a run
-``RUNNING`` to ``IDLE``        the run is over, and no stop is decided
+``IDLE`` to ``RUNNING``        a run begins, or hooks are called between two runs, which must not begin one
+``RUNNING`` to ``IDLE``        the run is over, or was left by an error, and no stop is decided
 any to ``STOPPING``            no run is in progress, and a hook, the caller, a thread or a signal has decided to stop
 any to ``FAILED``              a recovery or another rank has failed, so that no further run can be made
 any to ``CLOSED``              the loop is closed
@@ -88,6 +88,17 @@ class LeftBySignalError(BaseException):
     """
 
 
+class Ending(NamedTuple):
+    """How the script ends a loop. Made once, for :meth:`torchhooks.loop.life.Life.close`."""
+
+    error: BaseException | None = None
+    """What leaves the ``with`` block, or what a call between two items could not raise."""
+    finished: str | None = None
+    """Why the training run is finished; ``None`` if it is not, or if the other ranks say that it is not."""
+    left_by_signal: bool = False
+    """Whether the loop itself left the ``with`` block, because of a signal."""
+
+
 class RunInProgress(Protocol):
     """A run in which a stop can be requested: a ``SessionRunContext``."""
 
@@ -137,7 +148,7 @@ class LoopState:
         *("phase", "stop", "global_step", "idle_step", "runs", "idle_runs", "moment", "outputs", "function"),
         *("steps_per_run", "checks_after", "pending"),
         *("begun_at", "data_have_ended", "failure", "last_run_allowed", "propose", "stop_requests", "context"),
-        *("signals", "earlier_runs", "note_open"),
+        *("signals", "earlier_runs", "note_open", "in_step_fn"),
         *("__weakref__", "_thread"),
     )
 
@@ -181,6 +192,8 @@ class LoopState:
         """With several ranks, what proposes a stop to the other ranks, instead of deciding it."""
         self.last_run_allowed = False
         """Whether one more run may be made: a thread can ask to stop after the caller looked at ``should_stop()``."""
+        self.in_step_fn = False
+        """Whether a function passed to ``run_step_fn`` is being called, which may make several runs."""
         self.signals = SignalWatch(signals, self.set_pending)
         """The signals that stop the loop."""
         self.begin_session()
@@ -234,7 +247,7 @@ class LoopState:
     # -- the run in progress ------------------------------------------------------------------------------------------
 
     def run_is_over(self) -> None:
-        """Leave ``RUNNING``: the run or the calls between two items are over."""
+        """Leave ``RUNNING``: the run, or the calls between two runs, are over, also by an error."""
         if self.phase is RUNNING:
             self.phase = IDLE if self.stop is None else Phase.STOPPING
 
@@ -335,13 +348,12 @@ class LoopState:
             self.failure = error
         self.decide(Stop(self.reason or "closed", StoppedBy.END))
 
-    def refuse(self, call: str, raise_thread_error: Callable[[], object], in_step_fn: bool) -> None:
+    def refuse(self, call: str, raise_thread_error: Callable[[], object]) -> None:
         """Raise the reason why no run can be made, except for the one run that is allowed after a thread's stop.
 
         Args:
             call: what the error names: ``"run()"``.
             raise_thread_error: raises the error of a background thread, if one failed.
-            in_step_fn: whether the run is one of a function passed to ``run_step_fn``, which may make several.
 
         Raises:
             LifecycleError: a run is in progress, or the loop has stopped, failed or is closed.
@@ -353,7 +365,7 @@ class LoopState:
                 f"{call} was called after a stop ({self.reason}): check should_stop() first, or iterate with "
                 "until_stop()"
             )
-        self.last_run_allowed = in_step_fn
+        self.last_run_allowed = self.in_step_fn  # whose function may make several runs
 
     def check_may_call(self, call: str) -> None:
         """Raise the reason why ``call`` cannot be made now, unless that is a stop."""
@@ -388,6 +400,11 @@ class LoopState:
         if self.stop is not None:
             return self.stop.reason
         return "data ended" if self.data_have_ended else None
+
+    @property
+    def is_between_runs(self) -> bool:
+        """Whether hooks can be called: no run is in progress, and the loop has not ended."""
+        return self.phase is IDLE or self.phase is Phase.STOPPING
 
     @property
     def by_signal(self) -> bool:

@@ -20,8 +20,8 @@ from torchhooks.common.log import logger
 from torchhooks.common.stateful import Stateful
 from torchhooks.common.text import shortened, shown
 from torchhooks.common.trees import map_leaves
+from torchhooks.data.agenda import Agenda
 from torchhooks.data.cursor import DataWaits
-from torchhooks.data.deferred import DeferredCalls
 from torchhooks.data.position import DataPosition
 from torchhooks.device.readback import DeviceDuration, DeviceTimestamp
 from torchhooks.fetches.evaluation import Caller, Evaluator, watched_names
@@ -57,8 +57,10 @@ class LoopServices:
     """The global step and the last outputs, which the loop updates, and what stopped the loop."""
     data_waits: DataWaits = field(default_factory=DataWaits)
     """How long the loop has waited for its data."""
-    deferred: DeferredCalls = field(default_factory=DeferredCalls)
-    """The calls to make between two items of ``until_stop``."""
+    agenda: Agenda = field(default_factory=Agenda)
+    """What waits to be done between two runs."""
+    end_epoch: Callable[[], object] = lambda: None
+    """Calls the hooks for the end of an epoch that the script left by ``break``, if they were not called."""
     accumulated: RunningValues = field(default_factory=RunningValues)
     """What is accumulated for the hooks in every run."""
     inputs: Collection[str] = ()
@@ -212,7 +214,7 @@ class Session:
 
         For a hook whose results the code after the epoch reads. This waits for the device.
         """
-        self._services.deferred.make_owed_epoch_end()
+        self._services.end_epoch()
         self.drain()
 
     def drain(self) -> None:
@@ -374,7 +376,7 @@ class Session:
         that the hook gave to ``run_context.after_item`` was called for this item just before, and did not return
         ``False``.
         """
-        self._services.deferred.at_stop(who, callback)
+        self._services.agenda.at_stop(who, callback)
 
     def wait_for_savers(self) -> None:
         """Wait for pending checkpoint writes and raise any error they hit.

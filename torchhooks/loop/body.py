@@ -7,7 +7,9 @@ from types import TracebackType
 from torchhooks.common.errors import LifecycleError, add_note, brief
 from torchhooks.common.log import logger
 from torchhooks.lifecycle.hook import NO_KWARGS
-from torchhooks.lifecycle.loop_state import IDLE, RUNNING
+from torchhooks.lifecycle.loop_state import IDLE, RUNNING, LoopState
+from torchhooks.loop.boundaries import Boundaries
+from torchhooks.loop.recoveries import Recoveries
 from torchhooks.loop.runner import Run, Runner
 from torchhooks.loop.until_stop import DataLoops
 
@@ -19,8 +21,11 @@ class Body:
     loop sets :attr:`offered` whenever it returns the object, which can then be entered once.
     """
 
-    def __init__(self, runner: Runner, data: DataLoops) -> None:
-        self._runner, self._state, self._data = runner, runner.state, data
+    def __init__(
+        self, state: LoopState, runner: Runner, boundaries: Boundaries, recoveries: Recoveries, data: DataLoops
+    ) -> None:
+        self._state, self._runner, self._data = state, runner, data
+        self._boundaries, self._recoveries = boundaries, recoveries
         self._outputs: dict[str, object] | None = None  # of the body in progress
         self._run: Run | None = None  # the run in progress, if a hook was called before the body
         self.offered = False
@@ -43,7 +48,7 @@ class Body:
             self._outputs = outputs
             return outputs
         except BaseException as error:
-            if not self._runner.recover_or_leave_before_next_run(error):
+            if not self._recoveries.recover_or_leave(error, made_again=False):
                 raise
         # Unlike an error of the body, one of a hook before it leaves the run to be begun again.
         self.offered = True
@@ -59,14 +64,12 @@ class Body:
             if not self._state.pending:
                 self._state.phase = IDLE
                 return False
-            self._runner.end_run()
+            self._boundaries.end_run()
         except BaseException as failure:
             if not self._recovered(failure):
                 raise
         else:
-            self._state.run_is_over()
-            if self._state.pending:
-                self._runner.recover_from_thread()
+            self._boundaries.after_run()
         return False
 
     def abandon(self, error: BaseException | None) -> LifecycleError | None:
@@ -107,7 +110,7 @@ class Body:
 
     def _recovered(self, error: BaseException) -> bool:
         """Recover from ``error``, or leave it to the script; return which."""
-        if not self._runner.recover_or_leave_before_next_run(error):
+        if not self._recoveries.recover_or_leave(error, made_again=False):
             return False
         logger.warning(
             "the run that failed is not made again, because only a step function can be called again: the loop "

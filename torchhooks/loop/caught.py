@@ -110,6 +110,10 @@ class CaughtErrors:
         current = sys.exception()
         return current if any(map(self._is_last, chain(current))) else None
 
+    def left_between_runs(self, error: BaseException) -> bool:
+        """Return whether ``error`` is the last one that left the loop, and came from a call between two runs."""
+        return self._last is not None and not self._last.place.in_run and self._is_last(error)
+
     def is_of_step(self, error: BaseException) -> bool:
         """Return whether ``error`` is the last one that left the loop, and the step raised it, not a hook."""
         return self._last is not None and self._last.is_of_step and self._is_last(error)

@@ -5,8 +5,8 @@
             loop.run(inputs, targets)
 
 :mod:`torchhooks.lifecycle.hook` describes the order of calls, what stops a loop and what an exception does.
-:mod:`torchhooks.loop.runner` makes the runs in which hooks take part, and recovers from errors, and
-:mod:`torchhooks.loop.sessions` creates the sessions.
+:mod:`torchhooks.loop.runner` makes the runs in which hooks take part, :mod:`torchhooks.loop.boundaries` says what
+happens between two of them, and :mod:`torchhooks.loop.life` how a loop starts and ends.
 """
 
 from __future__ import annotations
@@ -15,42 +15,41 @@ import atexit
 import os
 import signal
 import time
-import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping
-from contextlib import AbstractContextManager, suppress
-from functools import cache, partial
+from contextlib import AbstractContextManager
+from functools import cache
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, Self
+from typing import Any, Generic, Literal, NoReturn, Self
 
 import torch
 from typing_extensions import TypeVar
 
-from torchhooks.checkpoints.training_state import register_step_post_hook
 from torchhooks.common.checks import suggests_keywords, whole_number
-from torchhooks.common.errors import AbortedError, Attempts, LifecycleError, add_note, brief
+from torchhooks.common.errors import AbortedError, LifecycleError
 from torchhooks.common.log import logger
 from torchhooks.common.stateful import Stateful
 from torchhooks.common.text import shortened, shown
+from torchhooks.device.readback import Readback
 from torchhooks.fetches.names import takes_one_argument
 from torchhooks.lifecycle.hook import SessionRunHook, overrides
-from torchhooks.lifecycle.loop_state import IDLE, NO_OUTPUTS, RUNNING, LeftBySignalError, LoopState, Phase
-from torchhooks.lifecycle.run_record import RunRecord
+from torchhooks.lifecycle.loop_state import IDLE, NO_OUTPUTS, RUNNING, Ending, LeftBySignalError, LoopState, Phase
+from torchhooks.lifecycle.recovery import Recovery
 from torchhooks.lifecycle.session import Scaffold, Session
 from torchhooks.lifecycle.signals import print_no_traceback_of
-from torchhooks.loop.arguments import (
-    LoopArguments,
-    warn_of_another_folder,
-    warn_of_missing_parts,
-    warn_of_other_parameters,
-)
+from torchhooks.loop.arguments import LoopArguments
 from torchhooks.loop.body import Body
-from torchhooks.loop.open_loops import note_open_loop
+from torchhooks.loop.boundaries import Boundaries
+from torchhooks.loop.caught import CaughtErrors
+from torchhooks.loop.epoch_end import EpochEnd
+from torchhooks.loop.first_runs import FirstRuns
+from torchhooks.loop.life import Life
+from torchhooks.loop.rank_sync import RankSync
+from torchhooks.loop.recoveries import Recoveries
 from torchhooks.loop.runner import Runner
+from torchhooks.loop.schedule import Schedule
+from torchhooks.loop.sessions import Sessions
 from torchhooks.loop.until_stop import DataLoops
 from torchhooks.ranks.ranks import Ranks
-
-if TYPE_CHECKING:
-    from torchhooks.watch.stalls import Watch
 
 R = TypeVar("R", default=Any)  # the default is for a loop without a step function
 T = TypeVar("T")
@@ -146,25 +145,52 @@ class MonitoredLoop(Generic[R]):
             stall_secs=stall_secs,
             stall_action=stall_action,
         )
-        self._runner = runner = Runner(arguments)
-        self._data = data = DataLoops(runner)
-        self._body = Body(runner, data)
-        self._state, self._schedule = runner.state, runner.schedule
+        self._make_parts(arguments)
         if step is None:  # replaces the method, so that a run does not have to check
             self.run = arguments.step.function  # type: ignore[method-assign]
-        self._step_counter: Any = None
-        self._record: RunRecord | None = None
-        self._watch: Watch | None = None
-        self._begun = 0
         try:
-            self._start(arguments)
+            self._life.start(self)
         except BaseException as error:
             self._state.failure = error  # also StopIteration, which is no clean end before the first run
-            self._close(error)
+            self._life.close(Ending(error))
             raise
         if any(overrides(slot.hook, "end") for slot in self._schedule.all_hooks):
             self._state.note_open = _note_open()
             self._state.note_open(True)
+
+    def _make_parts(self, arguments: LoopArguments) -> None:
+        """Make what the loop consists of. Each part knows those above it."""
+        ranks, function = arguments.ranks, arguments.step.function
+        self._state = state = LoopState(arguments.signals, function, arguments.steps_per_run)
+        self._schedule = schedule = Schedule(
+            state,
+            arguments.hooks,
+            ranks,
+            arguments.chief_only,
+            [each.name for each in arguments.signals],
+            first_index=arguments.first_index,
+        )
+        readback = Readback(state.set_pending)
+        rank_sync = RankSync(ranks, schedule, state) if ranks.size > 1 else None
+        policy = Recovery(arguments.recoverable_errors, arguments.max_recoveries, ranks=ranks.size)
+        self._sessions = sessions = Sessions(
+            arguments, state, schedule, readback, rank_sync, policy, lambda: boundaries.end_epoch()
+        )
+        first_runs = FirstRuns(state, schedule, sessions)
+        self._caught = caught = CaughtErrors(state, sessions.position)
+        self._recoveries = recoveries = Recoveries(
+            state, schedule, readback, sessions, rank_sync, policy, caught, first_runs
+        )
+        epoch_end = EpochEnd(state, schedule, sessions, rank_sync, first_runs)
+        self._boundaries = boundaries = Boundaries(
+            state, schedule, readback, sessions, rank_sync, recoveries, epoch_end
+        )
+        self._runner = runner = Runner(state, schedule, sessions, rank_sync, arguments.step, boundaries.end_epoch)
+        self._data = data = DataLoops(state, schedule, sessions, rank_sync, caught, boundaries)
+        self._body = Body(state, runner, boundaries, recoveries, data)
+        self._life = Life(
+            arguments, state, schedule, readback, sessions, rank_sync, first_runs, recoveries, boundaries, data
+        )
 
     # -- public methods -----------------------------------------------------------------------------------------------
 
@@ -203,20 +229,14 @@ class MonitoredLoop(Generic[R]):
             if not state.pending:
                 state.phase = IDLE
                 return outputs
-            self._runner.end_run()
+            self._boundaries.end_run()
         except BaseException as error:
-            if not self._runner.recover_or_leave(error):
+            if not self._recoveries.recover_or_leave(error):
                 raise
         else:
-            state.run_is_over()
-            if state.pending:
-                self._runner.recover_from_thread()
+            self._boundaries.after_run()
             return outputs
-        # Only now the recovery counts as a success. A run that is not made again reports it in Runner.end_run().
-        outputs = self.run(*args, **kwargs)
-        self._runner.recovery.run_went_well()
-        state.take_up_requests()
-        return outputs
+        return self.run(*args, **kwargs)
 
     def step(self) -> Body:
         """Return the context manager of a run whose step is the body of a ``with`` statement.
@@ -248,34 +268,25 @@ class MonitoredLoop(Generic[R]):
         """
         if not callable(step_fn) or not takes_one_argument(step_fn):
             raise ValueError(f"step_fn={shown(step_fn)}: must be a function of exactly one argument, the step context")
-        state, runner = self._state, self._runner
-        inside, allowed = runner.in_step_fn, state.last_run_allowed
+        state, recoveries = self._state, self._recoveries
+        allowed = state.last_run_allowed
         state.check_may_call("run_step_fn()")  # also after a stop the function is called, and only its runs are refused
         while True:
-            runner.in_step_fn = True
             state.last_run_allowed = allowed  # the function may make more than one run
             try:
-                result = step_fn(StepContext(self, runner))
+                result = recoveries.call_step_fn(step_fn, StepContext(self, recoveries))
             except BaseException as error:
-                runner.in_step_fn = inside
-                if not runner.recover_or_leave(error, of_function=True):
+                if not recoveries.recover_or_leave(error, of_function=True):
                     raise
             else:
-                runner.in_step_fn = inside
-                runner.recovery.run_went_well()
-                state.take_up_requests()
-                runner.recover_from_thread()
+                self._boundaries.end_step_fn()
                 return result
             finally:
                 state.last_run_allowed = state.last_run_allowed and not allowed
 
     def should_stop(self) -> bool:
         """Return whether the loop is to end: a hook, a thread or a signal asked for it, or it is closed."""
-        self._runner.deferred.make_owed_epoch_end()
-        stopping = self._runner.check_for_stop()
-        if stopping:
-            self._data.stop_is_seen()
-        return stopping
+        return self._boundaries.should_stop()
 
     def until_stop(
         self, iterable: Iterable[T], *, resume: bool = True, limit: int | None = None, repeat: bool = False
@@ -377,7 +388,7 @@ class MonitoredLoop(Generic[R]):
     @property
     def session(self) -> Session:
         """The raw session, which evaluates fetches without a step and without hooks. A recovery replaces it."""
-        return self._runner.sessions.session
+        return self._sessions.session
 
     @property
     def global_step(self) -> int:
@@ -415,10 +426,10 @@ class MonitoredLoop(Generic[R]):
         """
         if self._state.phase is RUNNING:
             raise LifecycleError("close() was called inside a run: to end the loop after it, call request_stop()")
-        error = self._runner.caught.on_its_way()
+        error = self._caught.on_its_way()
         unraised = None if error is not None else self._data.unraised
         cause = unraised if error is None else error
-        self._close(cause, finished=self._data.decide_finish(leaves_with_block=False) if cause is None else None)
+        self._life.close(Ending(cause, self._data.decide_finish(leaves_with_block=False) if cause is None else None))
         if unraised is not None:
             raise unraised
 
@@ -452,9 +463,9 @@ class MonitoredLoop(Generic[R]):
         if unraised is None and (error is None or type(error) is StopIteration):
             unraised = self._data.unraised
         cause = error if unraised is None else unraised
-        if type(error) is StopIteration and self._runner.caught.is_of_step(error):
+        if type(error) is StopIteration and self._caught.is_of_step(error):
             _warn_of_stop_iteration(error)
-        self._close(cause, finished=self._data.decide_finish(leaves_with_block=True) if cause is None else None)
+        self._life.close(Ending(cause, self._data.decide_finish(leaves_with_block=True) if cause is None else None))
         if unraised is not None:
             raise unraised
         return kind is StopIteration
@@ -462,168 +473,12 @@ class MonitoredLoop(Generic[R]):
     def _close_at_signal(self) -> KeyboardInterrupt | None:
         """Close the loop, whose ``with`` block a signal has left. Return the Ctrl-C, if it was one."""
         try:
-            self._close(None, finished=self._data.decide_finish(leaves_with_block=True), left_by_signal=True)
+            self._life.close(Ending(None, self._data.decide_finish(leaves_with_block=True), left_by_signal=True))
         except KeyboardInterrupt as interrupt:
             if interrupt.__cause__ is not None:  # other errors
                 raise
             return interrupt
         return None
-
-    # -- start --------------------------------------------------------------------------------------------------------
-
-    def _start(self, arguments: LoopArguments) -> None:
-        """Handle signals, reach the other ranks, call every hook's ``begin``, and create the session."""
-        runner, schedule = self._runner, self._schedule
-        note_open_loop(self, arguments, self._state)
-        schedule.attach_triggers()
-        self._state.signals.install()
-        if runner.rank_sync is not None:
-            weakref.finalize(self, runner.rank_sync.peers.abandon).atexit = False
-            runner.rank_sync.start(arguments.step_unit, arguments.checkpoint_dir, arguments.checkpoint)
-        elif arguments.ranks.may_be_late:
-            self._state.set_pending()  # so that the end of the first run looks for a newer process group
-        from torchhooks.watch.stalls import Watch  # a process that only imports torchhooks starts sooner
-
-        # Before the hooks, which may save, restore and wait for other ranks.
-        sessions = runner.sessions
-        self._watch = watch = Watch(
-            self._state,
-            sessions.position,
-            arguments.ranks,
-            None if runner.rank_sync is None else runner.rank_sync.peers,
-            arguments.saved_to or arguments.checkpoint_dir,
-            arguments.stall_secs,
-            arguments.stall_action == "abort",
-        )
-        if arguments.saved_to is not None:
-            with suppress(OSError):  # the first save says so
-                os.makedirs(arguments.saved_to, exist_ok=True)  # on each rank, for its stacks
-        watch.start()
-        if arguments.saved_to is not None and arguments.ranks.is_chief:  # not before the watch: the disk may block
-            size = arguments.ranks.size
-            self._record = RunRecord(arguments.saved_to, size, lambda: watch.watched, lambda name: watch.request(name))
-            self._record.start()
-            watch.on_change = self._record.write
-        for slot in self._schedule.all_hooks:
-            schedule.signals.wait_for(slot.trigger.signals)
-        for slot in self._schedule.all_hooks:
-            self._begun += 1
-            self._runner.sessions.call(slot, "begin", slot.hook.begin)
-        if not self._state.steps_per_run:
-            assert arguments.optimizer is not None
-            # Not a method: the optimizer would keep a loop that nothing else refers to.
-            counting = partial(_count_optimizer_step, self._state)
-            self._step_counter = register_step_post_hook(arguments.optimizer, counting)
-        try:
-            self._runner.sessions.create()
-        except BaseException as error:
-            if not runner.may_recover(error):
-                raise
-            runner.recover(error)
-            runner.recovery.run_went_well()
-        if (arguments.checkpoint_dir is not None or arguments.has_saver) and arguments.ranks.is_chief:
-            warn_of_missing_parts(arguments)
-            warn_of_other_parameters(arguments)
-            warn_of_another_folder(arguments)
-        if self._record is not None:
-            self._record.begin_session(lambda: sessions.session)
-        self._state.set_pending()  # the end of the first run looks up what hooks will ask for
-
-    # -- end ----------------------------------------------------------------------------------------------------------
-
-    def _close(self, error: BaseException | None, finished: str | None = None, left_by_signal: bool = False) -> None:
-        state, rank_sync = self._state, self._runner.rank_sync
-        if state.phase is Phase.CLOSED:
-            return
-        if rank_sync is not None and (failure := rank_sync.close(error, self._data)) is not None:
-            self._close(failure)
-            raise failure
-        self._runner.caught.look()
-        if error is None and state.failure is not None:
-            lost = "end() of the hooks is not called: the last save and the last reports are missing"
-            logger.warning("the script caught %s, which has ended the loop. So %s", brief(state.failure), lost)
-        cause = self._runner.cause_of_end(error)
-        state.close(error)
-        if rank_sync is not None:
-            state.take_signal_of_another_rank()
-        if type(error) is StopIteration:
-            error = None
-        error = error if cause is None else cause
-        traceback = None if error is None else error.__traceback__
-        attempt = Attempts()
-        try:
-            self._close_everything(attempt, finished)
-            self._runner.sessions.session.close()
-            state.void_run()
-            self._runner.caught.close()
-            if left_by_signal:  # only now: until its hook's end() has waited for it, a checkpoint may not be written
-                self._log_stop(failed=bool(attempt.errors))
-            logged = state.log_before_delivery(error, attempt.errors)
-        finally:  # also after an interrupt between two of the calls
-            self._schedule.signals.close()
-            if self._record is not None:
-                attempt(self._record.close, *self._outcome(attempt))
-            if self._watch is not None:
-                self._watch.close()
-            attempt(state.signals.restore)
-        if error is None:
-            attempt.raise_errors("several errors while the loop was closed")
-            return
-        error.with_traceback(traceback)  # joining the threads may have raised this very error once more
-        for index, other in enumerate(attempt.errors):
-            if other is not error:
-                add_note(error, f"torchhooks: and while the loop was closed after this: {brief(other)}")
-                if index >= logged:
-                    logger.error("while the loop was closed after an error", exc_info=other)
-        if cause is not None:
-            raise cause  # with the error that it has caused as its context
-
-    def _outcome(self, attempt: Attempts) -> tuple[str, bool]:
-        """Return why the loop has ended, and whether that is an error, also one of its close."""
-        if self._state.failure is None and attempt.errors:
-            return brief(attempt.errors[0]), True
-        return self._state.reason or "closed", self._state.failure is not None
-
-    def _log_stop(self, failed: bool) -> None:
-        """Log which signal stopped the loop, and from where another process continues."""
-        saved = self.session.saved_step
-        what = "no checkpoint was saved" if saved is None else f"the newest checkpoint is that of step {saved}"
-        if failed:  # perhaps the save of that checkpoint
-            what = "there were errors while the loop was closed"
-        logger.info("stopped by %s at step %d: %s", self.stop_reason, self.global_step, what)
-
-    def _close_everything(self, attempt: Attempts, finished: str | None) -> None:
-        """Close every component, even if some fail, and collect the errors."""
-        runner, sessions, participants = self._runner, self._runner.sessions, self._schedule.all_hooks
-        attempt(runner.readback.drain)
-        if self._state.failure is None and not attempt.errors:
-            attempt(sessions.finish, finished)  # first, so that each checkpoint from here on says so
-            attempt(runner.deferred.make_owed_epoch_end)
-            attempt(runner.deferred.make_all)
-            self._data.check_end()
-            runner.tell_never_due()
-            for slot in participants:
-                attempt(sessions.call, slot, "sat_out", slot.catch_up, self._state.runs)
-                attempt(sessions.end, slot)
-        attempt(runner.readback.close)
-        sessions.session.close_savers(attempt)
-        attempt(sessions.join_threads)
-        if self._record is not None:  # before the hooks that copy it
-            attempt(self._record.finish, *self._outcome(attempt))
-        for slot in participants[: self._begun]:
-            attempt(sessions.call, slot, "teardown", slot.hook.teardown)
-        if self._step_counter is not None:
-            self._step_counter.remove()
-        if sessions.gradients is not None:
-            sessions.gradients.close()
-        if sessions.services.unsaved is not None:
-            sessions.services.unsaved.close()
-        if runner.rank_sync is not None:
-            attempt(runner.rank_sync.leave, list(attempt.errors))
-
-
-def _count_optimizer_step(state: LoopState, *_: object) -> None:
-    state.global_step += 1
 
 
 def _warn_of_stop_iteration(error: BaseException) -> None:
@@ -679,8 +534,8 @@ class StepContext(Generic[R]):
     'StopIteration: step_fn asked to stop'
     """
 
-    def __init__(self, loop: MonitoredLoop[R], runner: Runner) -> None:
-        self._loop, self._runner = loop, runner
+    def __init__(self, loop: MonitoredLoop[R], recoveries: Recoveries) -> None:
+        self._loop, self._recoveries = loop, recoveries
 
     @property
     def session(self) -> Session:
@@ -692,8 +547,7 @@ class StepContext(Generic[R]):
 
         After a recovery from an error of this run, the whole function is called again.
         """
-        outputs: R = self._runner.run_of_step_fn(self._loop.run, args, kwargs)
-        return outputs
+        return self._recoveries.run_of_step_fn(self._loop.run, args, kwargs)
 
     def request_stop(self) -> NoReturn:
         """End the loop cleanly: raise ``StopIteration``, which leaves the function and the ``with`` block."""

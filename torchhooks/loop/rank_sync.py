@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 
 class CallsAtClose(Protocol):
-    """What a rank that leaves its loops has to do with the others: :class:`torchhooks.loop.until_stop.DataLoops`."""
+    """What a rank that leaves its loops does with the others: :class:`torchhooks.loop.boundaries.Boundaries`."""
 
     def due_at_close(self) -> int: ...
     def make_at_close(self, calls: int) -> None: ...
@@ -239,6 +239,11 @@ class RankSync:
         if not self._agreed_lengths[depth - 1]:
             self._meet(END)
         self.peers.is_outside = True
+
+    def is_same_everywhere(self, place: object) -> bool:
+        """Return whether all ranks part at the same ``place`` in their data."""
+        places = self._ranks.gather(place, "where the ranks part")
+        return places.count(places[0]) == len(places)
 
     def raise_parting(self) -> None:
         """Raise the PeerError, and end the loop, if all ranks have stopped because one of them has left its loops.

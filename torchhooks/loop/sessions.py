@@ -12,11 +12,11 @@ from torchhooks.checkpoints.unsaved import UnsavedParts
 from torchhooks.common.errors import DamagedCheckpointError
 from torchhooks.common.log import logger
 from torchhooks.common.text import shortened
-from torchhooks.data.deferred import DeferredCalls
+from torchhooks.data.agenda import Agenda
 from torchhooks.data.position import DATA_ENDED, DataPosition
 from torchhooks.device.readback import Readback
 from torchhooks.lifecycle.coordinator import Coordinator
-from torchhooks.lifecycle.hook import StandardHook
+from torchhooks.lifecycle.hook import RunServices, StandardHook
 from torchhooks.lifecycle.loop_state import LoopState, StoppedBy
 from torchhooks.lifecycle.recovery import Recovery
 from torchhooks.lifecycle.session import LoopServices, Session
@@ -33,9 +33,14 @@ class Sessions:
 
     Apart from :class:`torchhooks.loop.runner.Runner`, because a session lasts for many runs: what restores a checkpoint
     and starts threads stays out of the way of a run.
+
+    Args:
+        end_epoch: calls the hooks for the end of an epoch that the script left by ``break``, if they were not called.
     """
 
     session: Session
+    run_services: RunServices
+    """What the contexts of all runs of the current session share."""
     coord: Coordinator
     """The background threads of the current session."""
     fatal: BaseException | None = None
@@ -51,6 +56,7 @@ class Sessions:
         readback: Readback,
         rank_sync: RankSync | None,
         recovery: Recovery,
+        end_epoch: Callable[[], object],
     ) -> None:
         self._arguments = arguments
         # A script may change the current directory while it trains.
@@ -62,17 +68,19 @@ class Sessions:
         self._cache: FolderCache = {}
         self._order_before: int | None = None  # of the newest checkpoint there when the loop began
         self._state, self._schedule, self._rank_sync, self._recovery = state, schedule, rank_sync, recovery
+        self._readback = readback
         self._savers: list[SavesCheckpoints[Session]] = []  # of the session before
         self.position = DataPosition(state, arguments.state)
         """How far the loop is in its data."""
-        self.deferred = DeferredCalls(lambda: self.position.depth)
-        """The calls that wait for the end of an item."""
+        self.agenda = Agenda(lambda: self.position.depth)
+        """What waits to be done between two runs."""
         self.gradients = _watched_gradients(arguments)
         """The gradients that the optimizer has not used yet; ``None`` if the loop saves none."""
         self.services = LoopServices(
             position=self.position,
             loop_state=state,
-            deferred=self.deferred,
+            agenda=self.agenda,
+            end_epoch=end_epoch,
             accumulated=schedule.accumulated,
             inputs=arguments.step.parameters,
             drain=readback.drain,
@@ -81,6 +89,7 @@ class Sessions:
             unsaved=_watched_parts(arguments, state),
         )
         """What all sessions of the loop share."""
+        self.renew()
 
     def renew(self) -> None:
         """Make a new session, which :meth:`create` restores or initializes."""
@@ -106,6 +115,7 @@ class Sessions:
         self.session.savers += [saver for saver in earlier.values() if saver is not self.session.saver]
         self._savers = self.session.savers
         self._schedule.begin_session(self.session, arguments.step)
+        self.run_services = RunServices(self.session, arguments.step, self._readback, self._state, self.agenda)
         self.coord = Coordinator()
 
     def create(self, recovers: bool = False) -> None:

@@ -44,7 +44,7 @@ HOOK_METHODS = {
     "torchhooks.loop.runner.Runner._begin_due": "before_run",
     "torchhooks.loop.runner.Runner._call_watchers": "before_run",
     "torchhooks.loop.runner.Runner._after_run": "after_run",
-    "torchhooks.loop.runner.Runner.run_epoch_hooks": "the end of the epoch",
+    "torchhooks.loop.epoch_end.EpochEnd._call": "the end of the epoch",
 }
 """The functions that call a method of the hooks in a run, and its name."""
 HOOK_CALL = "torchhooks.loop.sessions.Sessions.call"
@@ -52,16 +52,16 @@ HOOK_CALL = "torchhooks.loop.sessions.Sessions.call"
 ITEMS = "torchhooks.loop.until_stop.DataLoops._items"
 EVALUATE = "torchhooks.hooks.evaluation.EvaluationHook._evaluate"
 OUTSIDE = {
-    "torchhooks.loop.monitored_loop.MonitoredLoop._start": "creates the loop",
-    "torchhooks.loop.monitored_loop.MonitoredLoop._close": "closes the loop",
+    "torchhooks.loop.life.Life.start": "creates the loop",
+    "torchhooks.loop.life.Life.close": "closes the loop",
 }
 """The functions from which no run is made, and what they do."""
 RUN_PARTS = {
     "torchhooks.loop.runner.Runner._evaluate": "in a fetch",
-    "torchhooks.loop.runner.Runner.end_run": "at the end of the run",
+    "torchhooks.loop.boundaries.Boundaries.end_run": "at the end of the run",
 }
 """What a run does in these functions, unless one of those above says it more exactly."""
-AFTER_STEP = ("torchhooks.loop.runner.Runner._after_run", "torchhooks.loop.runner.Runner.end_run")
+AFTER_STEP = ("torchhooks.loop.runner.Runner._after_run", "torchhooks.loop.boundaries.Boundaries.end_run")
 """The functions that are called in a run which is counted already."""
 _PACKAGE = str(Path(__file__).parent.parent) + os.sep
 _LIBRARIES = (sysconfig.get_path("stdlib") + os.sep, sysconfig.get_path("platstdlib") + os.sep, "<frozen")

@@ -1,0 +1,113 @@
+"""What is checked at the end of the first runs, because it would be an error, or nothing at all, an hour later."""
+
+from __future__ import annotations
+
+from torchhooks.common.errors import LifecycleError
+from torchhooks.common.log import logger
+from torchhooks.common.timers import EveryEpochs, first_due
+from torchhooks.lifecycle.hook import PeriodicHook, StandardHook
+from torchhooks.lifecycle.loop_state import NO_OUTPUTS, LoopState, StoppedBy
+from torchhooks.loop.arguments import warn_of_late_hooks
+from torchhooks.loop.schedule import Schedule
+from torchhooks.loop.sessions import Sessions
+
+_RUNS_WITHOUT_STEP = 1000  # more than the gradients of one step accumulate over
+
+
+class FirstRuns:
+    """The checks of the first runs of one loop, which are made at the end of a run until they are over."""
+
+    def __init__(self, state: LoopState, schedule: Schedule, sessions: Sessions) -> None:
+        self._state, self._schedule, self._sessions = state, schedule, sessions
+        self._checks_epochs_until = 2  # the run: only the second one in an item shows that the item has several
+        self._misses_step = not state.steps_per_run  # until that was logged
+        self.are_over = False
+        """Whether a run has come to its end; with ``step_unit="optimizer_step"``, one that has counted a step."""
+        sessions.agenda.after_run(self._check_epochs)
+        sessions.agenda.after_run(self._look_up)
+        if sessions.session.ranks.may_be_late:
+            sessions.agenda.after_run(self._look_for_ranks)
+
+    def _check_epochs(self) -> bool:
+        """Raise, in one of the first runs, if a hook is due by epochs and none can be counted.
+
+        One run before the first ``until_stop`` is only a warning: it may be there to compile the model.
+        """
+        state, position = self._state, self._sessions.position
+        if state.runs > self._checks_epochs_until:
+            return True
+        by_epochs = [
+            slot
+            for slot in self._schedule.all_hooks
+            if isinstance(slot.hook, PeriodicHook) and isinstance(slot.hook.timer, EveryEpochs)
+        ]
+        if not by_epochs:
+            return True
+        why = None if state.in_step_fn else position.why_no_epoch()
+        if why is not None:
+            message = f"{by_epochs[0]} is due at the end of an epoch, and {why}"
+            if state.runs > 1 or position.has_loops:
+                raise LifecycleError(message)
+            self._checks_epochs_until += 1
+            logger.warning("%s. A second run like this is an error", message)
+        return state.runs >= self._checks_epochs_until
+
+    def _look_up(self) -> bool:
+        """Look at what the hooks have not asked for yet, once a run has counted a step.
+
+        Hooks that are due by steps ask in runs that count one, and other runs may return less.
+        """
+        state, session = self._state, self._sessions.session
+        if not state.steps_per_run and state.global_step == state.begun_at:
+            if state.runs >= _RUNS_WITHOUT_STEP:
+                self.warn_of_no_step()
+            return False
+        self.are_over = True
+        self._look_up_names()
+        if not self._sessions.position.depth and session.ranks.is_chief:
+            warn_of_late_hooks([slot.hook for slot in self._schedule.all_hooks], session.hooks)
+        return True
+
+    def _look_up_names(self) -> None:
+        """Log which names that a hook of torchhooks will ask for have no value after the first run.
+
+        It would be an error when the hook is due, perhaps an hour later. Nothing is evaluated.
+        """
+        session = self._sessions.session
+        if not session.ranks.is_chief or self._state.outputs is NO_OUTPUTS:
+            return
+        evaluator = session.evaluator_between_runs(None)
+        for slot in self._schedule.all_hooks:
+            fetches = slot.hook.fetches_to_come if isinstance(slot.hook, StandardHook) else None
+            for level, line in evaluator.names_to_come(fetches, slot):
+                logger.log(level, "%s", line)
+
+    def _look_for_ranks(self) -> bool:
+        self._sessions.session.ranks.warn_if_late()
+        return True
+
+    def warn_of_no_step(self) -> None:
+        """Log a warning, once, that the optimizer whose steps count has made none, so that no hook is due by steps."""
+        state, session = self._state, self._sessions.session
+        if not (self._misses_step and state.runs and session.ranks.is_chief):
+            return
+        self._misses_step = False
+        logger.warning(
+            'step_unit="optimizer_step": the step() of the %s that the loop has was not called in %d runs, so the '
+            "global step is still %d, and what is due by steps never comes due. Pass the optimizer whose step() the "
+            'script calls, which for SAM is the one that it wraps, sam.base_optimizer, or use step_unit="run"',
+            *(type(session.optimizer).__name__, state.runs, state.global_step),
+        )
+
+    def tell_never_due(self) -> None:
+        """Log which hooks were never due, because the training run, which is over, was shorter than their period."""
+        state, session = self._state, self._sessions.session
+        is_paused = state.stop is not None and state.stop.by in (StoppedBy.SIGNAL, StoppedBy.CALLER)
+        if not state.runs or not session.ranks.is_chief or (is_paused and session.why_finished is None):
+            return
+        lengths = {"steps": state.global_step, "epochs": self._sessions.position.epochs_ended}
+        for slot in self._schedule.all_hooks:
+            hook = slot.hook
+            first = first_due(hook.timer) if isinstance(hook, PeriodicHook) and not hook.works_at_end else None
+            if first is not None and first[0] > lengths[first[1]]:
+                logger.info("%s was never due: the training run had %d %s", slot, lengths[first[1]], first[1])

@@ -1,0 +1,311 @@
+"""What follows an error: the loop recovers from it, or leaves it to the script.
+
+A recovery closes the session, and creates a new one from the newest checkpoint. It is made where TensorFlow makes it:
+
+=====================================  ================================================================
+an error of                            after the recovery
+=====================================  ================================================================
+a run by ``loop.run()``                ``loop.run`` makes the run again
+``loop.run_step_fn()``                 the function is called again
+a run that this function makes         the same: the error is left to the function
+a hook before the body of ``step()``   the run is begun again
+that body, or a hook after it          the loop goes on without the run
+a background thread, between two runs  the loop goes on
+the creation of the first session      the session is created again
+=====================================  ================================================================
+
+An error anywhere else, such as one of a save between two items or of a hook at the end of an epoch, is left to the
+script. If the script catches it, the loop goes on: see :mod:`torchhooks.loop.caught`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypeVar
+
+from torchhooks.common.errors import add_note, brief
+from torchhooks.device.readback import Readback
+from torchhooks.lifecycle.coordinator import Coordinator
+from torchhooks.lifecycle.loop_state import RUNNING, LoopState, Phase, StoppedBy
+from torchhooks.lifecycle.recovery import Recovery
+from torchhooks.loop.caught import CaughtErrors, Place
+from torchhooks.loop.first_runs import FirstRuns
+from torchhooks.loop.rank_sync import RankSync
+from torchhooks.loop.schedule import Schedule
+from torchhooks.loop.sessions import Sessions
+
+T = TypeVar("T")
+
+
+class Recoveries:
+    """Recovers from errors of one loop, or leaves them to the script and the other ranks.
+
+    Args:
+        state: what the loop is doing.
+        schedule: the hooks, and when one is due.
+        readback: the values that are on their way to the host.
+        sessions: the session, and what creates the next one.
+        rank_sync: keeps the loop in step with the other ranks; ``None`` in a process that is alone.
+        policy: which errors to recover from, how often, and after what pause.
+        caught: tells errors that the script has caught from one that leaves the loop.
+        first_runs: whether the first run is over.
+    """
+
+    def __init__(
+        self,
+        state: LoopState,
+        schedule: Schedule,
+        readback: Readback,
+        sessions: Sessions,
+        rank_sync: RankSync | None,
+        policy: Recovery,
+        caught: CaughtErrors,
+        first_runs: FirstRuns,
+    ) -> None:
+        self._state, self._schedule, self._readback = state, schedule, readback
+        self._sessions, self._rank_sync, self._first_runs = sessions, rank_sync, first_runs
+        self.policy, self.caught = policy, caught
+        self._is_run_of_step_fn = False  # whether such a function makes the run in progress, to which errors are left
+        self._watch_threads()
+
+    def _watch_threads(self) -> None:
+        coord = self._sessions.coord
+        coord.on_stop(partial(self._thread_stopped, coord))
+
+    # -- an error of a run --------------------------------------------------------------------------------------------
+
+    def recover_or_leave(self, error: BaseException, *, of_function: bool = False, made_again: bool = True) -> bool:
+        """Recover from ``error``, which interrupted a run, or leave it to the script. Return whether it recovered.
+
+        Args:
+            error: what was raised.
+            of_function: whether it comes out of a function of ``run_step_fn``.
+            made_again: whether the caller makes the run again. If not, a function of ``run_step_fn`` gets the error,
+                because the function can be called again.
+
+        Raises:
+            BaseException: what ``error`` is the consequence of: an error of a background thread, or of another rank. Or
+                else a recovery failed.
+        """
+        if self.caught.left_between_runs(error):
+            return False  # of a hook of an epoch that was left by break, called before this run
+        cause, place = self._cause_of(error), self.caught.place(in_run=True)
+        self._state.void_run()
+        self._schedule.void_run()
+        is_of_function = self._is_run_of_step_fn or (self._state.in_step_fn and not made_again)
+        try:
+            may_recover = not is_of_function and self._may_recover(cause)
+        except BaseException as another:  # of a save in the background
+            self._leave_run(another, place)
+            raise
+        if not may_recover:
+            self._leave_run(error, place, of_function=of_function)
+            return False
+        try:
+            self._recover(cause, run_failed=True)
+        except BaseException as another:
+            self._failed(another)
+            raise
+        self.caught.recovered(error)
+        self._state.run_is_over()
+        return True
+
+    def call_step_fn(self, step_fn: Callable[[Any], T], context: object) -> T:
+        """Call ``step_fn(context)``, a function passed to ``run_step_fn``."""
+        state = self._state
+        outside, state.in_step_fn = state.in_step_fn, True
+        try:
+            return step_fn(context)
+        finally:
+            state.in_step_fn = outside
+
+    def run_of_step_fn(self, run: Callable[..., T], args: tuple[object, ...], kwargs: Mapping[str, object]) -> T:
+        """Make a run with ``run(*args, **kwargs)`` whose errors are left to the function passed to ``run_step_fn``."""
+        outside, self._is_run_of_step_fn = self._is_run_of_step_fn, True
+        try:
+            return run(*args, **kwargs)
+        finally:
+            self._is_run_of_step_fn = outside
+
+    # -- an error that is left to the script --------------------------------------------------------------------------
+
+    def _leave_run(self, error: BaseException, place: Place, *, of_function: bool = False) -> None:
+        """Leave ``error``, of a run, to the script and the other ranks.
+
+        Raises:
+            BaseException: what ``error`` is the consequence of: an error of a background thread, or of another rank.
+        """
+        self._leave(error, place, of_function=of_function)
+        cause = self._cause_of(error)
+        if cause is not error:
+            raise cause
+
+    def leave_between_runs(self, error: BaseException) -> None:
+        """Leave ``error``, of a call between two runs, to the script and the other ranks. It is never recovered from.
+
+        Raises:
+            PeerError: ``error`` is the consequence of another rank's failure.
+        """
+        place = self.caught.place(in_run=False)
+        self._state.void_run()
+        self._schedule.void_run()
+        self._leave(error, place)
+
+    def _leave(self, error: BaseException, place: Place, *, of_function: bool = False) -> None:
+        state, session = self._state, self._sessions.session
+        state.run_is_over()  # as before the run: if the script catches the error, the loop goes on
+        had_cause = self._sessions.coord.error is not None
+        # Not once more when it leaves the function that made the run.
+        if not self.caught.leaves(error, place, of_function=of_function, had_cause=had_cause):
+            return
+        if not self._first_runs.are_over and not session.was_restored:
+            state.begun_at = state.global_step  # TensorFlow's START is that of a run that did not fail
+        session.run_failed(error)
+        if self._rank_sync is not None:
+            self._rank_sync.run_failed(error, in_run=place.in_run)
+
+    def _cause_of(self, error: BaseException) -> BaseException:
+        """Return the error of a background thread if ``error``, of a run, is its consequence; otherwise ``error``.
+
+        A thread that reads from a server may lose its connection, so that the step gets ``queue.Empty``. The rule is
+        TensorFlow's: of two errors of which the loop recovers from one, the one of the thread is the cause.
+        """
+        thread_error = self._sessions.coord.error
+        if thread_error is None or not isinstance(error, Exception):
+            return error
+        return error if self.policy.covers(thread_error) is self.policy.covers(error) else thread_error
+
+    def cause_of_end(self, error: BaseException | None) -> BaseException | None:
+        """Return the error of a background thread that came before ``error``, which ends the loop, or ``None``."""
+        thread_error = self._sessions.coord.error
+        if error is None or type(error) is StopIteration or thread_error is None or thread_error is error:
+            return None
+        is_earlier = not self.policy.covers(thread_error) and not self.caught.came_before_thread(error)
+        return thread_error if is_earlier else None
+
+    # -- an error of a thread -----------------------------------------------------------------------------------------
+
+    def error_of_thread(self) -> BaseException | None:
+        """Return the error of a background thread from which the loop is to recover now; ``None`` if there is none.
+
+        Not in a run, and not after a stop, which needs no threads any more.
+        """
+        state, sessions = self._state, self._sessions
+        error = sessions.coord.error
+        if state.stop is not None or state.phase is RUNNING or state.in_step_fn or error is None:
+            return None
+        return None if error is sessions.fatal or not self.policy.covers(error) else error
+
+    def recover_from_thread(self, error: BaseException) -> None:
+        """Recover from ``error``, of a background thread, between two runs.
+
+        If the loop does not recover from it, it stops, as after any other error of a thread.
+        """
+        self._state.set_pending()  # the end of the next run ends the series of recoveries
+        if not self._may_recover(error):
+            self._sessions.fatal = error
+            self._state.propose_stop(f"a thread failed with {brief(error)}", StoppedBy.COORDINATOR)
+            return
+        try:
+            self._recover(error)
+        except BaseException as another:
+            self._failed(another)
+            raise
+
+    def _thread_stopped(self, coord: Coordinator) -> None:
+        """Stop the loop because a background thread asked to, unless the loop may recover from the thread's error."""
+        state, sessions, error = self._state, self._sessions, coord.error
+        if state.phase is Phase.CLOSED or coord is not sessions.coord:
+            return
+        if error is not None and self.policy.covers(error):
+            if state.stop is not None or state.data_have_ended:
+                return  # the training is over: the error is logged when the threads are joined
+            if sessions.session.checkpoint_dir is not None:
+                state.set_pending()  # the end of the run, or should_stop(), recovers
+                return
+            sessions.fatal = error
+        state.propose_stop(f"thread {threading.current_thread().name}", StoppedBy.COORDINATOR)
+
+    # -- the recovery -------------------------------------------------------------------------------------------------
+
+    def create_session(self) -> None:
+        """Create the first session; recover from an error on the way, if that is allowed."""
+        try:
+            self._sessions.create()
+        except BaseException as error:
+            if not self._may_recover(error):
+                raise
+            self._recover(error)
+            self.policy.run_went_well()
+
+    def _may_recover(self, error: BaseException) -> bool:
+        """Return whether to recover from ``error``, which a run, a thread or the creation of a session raised.
+
+        If it is one of ``recoverable_errors`` and the loop does not recover, a note on the error says why.
+        """
+        if not self.policy.covers(error):
+            return False
+        why, stop = None, self._state.stop
+        if self._state.signal is not None:
+            why = f"signal {self._state.signal} arrived"
+        elif stop is not None and stop.by is not StoppedBy.COORDINATOR:  # which the next session knows nothing of
+            why = f"the loop stops ({stop.reason})"
+        elif not self.policy.grant(error):
+            return False
+        else:
+            self._sessions.session.wait_for_savers()  # the newest checkpoint may still be being written
+            if not self._sessions.has_checkpoint():
+                why = "there is no checkpoint to restore"
+        if why is not None:
+            add_note(error, f"torchhooks: not recovered from, because {why}")
+        return why is None
+
+    def _recover(self, error: BaseException, *, run_failed: bool = False) -> None:
+        """Close the session, pause unless this is the first recovery in a row, and create the next session.
+
+        An error on the way is recovered from likewise, if that is allowed.
+        """
+        while True:
+            try:
+                self._readback.drain()
+                self._leave_session(error)
+                if run_failed:
+                    self._sessions.position.run_is_made_again()
+                self.policy.pause(error, self._state.wait_for_signal)
+                if self._state.signal is not None:
+                    raise error
+                self._sessions.create(recovers=True)  # in this process the data continue where they are
+            except BaseException as another:
+                if not self._may_recover(another):
+                    raise
+                error = another
+            else:
+                self._state.set_pending()  # the end of the next run ends the series of recoveries
+                return
+
+    def _leave_session(self, error: BaseException) -> None:
+        """Replace the session that failed with ``error`` by a new one, and wait for its threads.
+
+        Raises:
+            BaseException: another error of a thread, which the loop does not recover from.
+        """
+        sessions = self._sessions
+        session, coord = sessions.session, sessions.coord
+        sessions.agenda.clear()
+        self._state.forget_stop_of_session()
+        sessions.renew()
+        self._watch_threads()
+        session.close()
+        sessions.join_threads(coord, handled=error)
+        for later in coord.later_errors:
+            if not self.policy.covers(later):
+                raise later
+
+    def _failed(self, error: BaseException) -> None:
+        """End the loop, which has no session any more, so that the script cannot go on after ``error``."""
+        if type(error) is StopIteration:
+            self._state.end_cleanly(error)
+        else:
+            self._state.fail(error)
