@@ -50,7 +50,8 @@ def leaves_at_end_of_body(asked: Iterable[Line], left: Line) -> bool:
     numbers = {line.number for line in asked if line.file == left.file}
     try:
         tree = ast.parse("".join(linecache.getlines(left.file)))
-    except (SyntaxError, ValueError):  # in a notebook, a cell may have lines that are no Python
+    # In a notebook, a cell may have lines that are no Python. CPython 3.11 may fail where a generator is closed.
+    except (SyntaxError, ValueError, SystemError):
         return False
     loops = (node for node in ast.walk(tree) if isinstance(node, ast.For | ast.While | ast.AsyncFor))
     return any(_is_last(loop.body, numbers, left.number) for loop in loops)

@@ -144,9 +144,9 @@ class DataPosition:
 
     @property
     def batch(self) -> int | None:
-        """The index of the current item of the innermost loop; ``None`` if none is open, or an inner one has ended."""
+        """The index of the current item of the innermost loop; ``None`` without one, or if an inner loop has ended."""
         cursor = self._innermost
-        return None if cursor is self._root or cursor.nests else cursor.taken - 1
+        return None if cursor is self._root or cursor.nests or not cursor.taken else cursor.taken - 1
 
     @property
     def last_batch(self) -> int | None:
