@@ -531,6 +531,20 @@ def test_a_stop_that_a_thread_asked_the_loop_for_stays(tmp_path: Path) -> None:
     assert (loop.global_step, loop.stop_reason) == (1, "request_stop: time is up")
 
 
+def test_the_run_that_is_allowed_after_the_stop_of_a_thread_leaves_the_loop_stopped() -> None:
+    class Stopping(SessionRunHook):
+        def after_create_session(self, session: Session, coord: Coordinator) -> None:
+            self.coord = coord
+
+    hook = Stopping()
+    with MonitoredLoop(lambda: hook.coord.request_stop(), hooks=[hook]) as loop:
+        loop.run()
+        loop.run()  # an idle one, which a script makes that did not ask should_stop()
+        assert "stopped (thread MainThread)" in repr(loop)
+        with pytest.raises(LifecycleError, match="after a stop"):
+            loop.run()
+
+
 # -- values that arrive later -----------------------------------------------------------------------------------------
 
 

@@ -366,6 +366,7 @@ class LoopState:
                 "until_stop()"
             )
         self.last_run_allowed = self.in_step_fn  # whose function may make several runs
+        self.set_pending()  # so that the end of that run, if it is idle, leaves the loop stopped
 
     def check_may_call(self, call: str) -> None:
         """Raise the reason why ``call`` cannot be made now, unless that is a stop."""
