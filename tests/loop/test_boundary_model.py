@@ -105,15 +105,16 @@ class Program:
         )
 
         def hook() -> HookPlan:
+            due = draw.choice(["always", "always", "steps", "runs", "epochs", "epochs"])
             acts: dict[tuple[str, int], str] = {}
             while maybe(0.5):
                 place = draw.choice(["before", "after", "after", "item", "item", "at stop", "ready"])
                 can = {"at stop": kinds, "item": ["stop", "stop", "again", *kinds]}.get(place, ["stop", "stop", *kinds])
-                acts[place, draw.randint(1, 1 if place == "at stop" else 4)] = draw.choice(can)
-            due = draw.choice(["always", "always", "steps", "runs", "epochs", "epochs"])
+                most = 1 if place == "at stop" else 2 if due == "epochs" else 4
+                acts[place, draw.randint(1, most)] = draw.choice(can)
             return HookPlan(
                 is_early=maybe(0.5),
-                due=(due, 0 if due == "always" else draw.randint(1, 2 if due == "epochs" else 3)),
+                due=(due, {"always": 0, "epochs": draw.choice([1, 1, 1, 2])}.get(due, draw.randint(1, 3))),
                 item=draw.choice(["", "item", "item", "last"]),
                 leaves_rest=maybe(0.2),
                 at_stop=maybe(0.5),
@@ -121,24 +122,24 @@ class Program:
                 acts=acts,
             )
 
+        innermost = depth - 1
+        left = draw.choice([innermost, innermost, draw.randrange(depth)]), draw.randint(1, 5)
         return cls(
-            lengths=tuple(draw.choice([0, 1, 2, 2, 3, 3]) if maybe(0.1) else draw.randint(1, 3) for _ in range(depth)),
+            lengths=tuple(draw.choice([0, 1, 2, 2, 2, 3, 3, 3]) for _ in range(depth)),
             sized=tuple(maybe(0.7) for _ in range(depth)),
             runs=draw.choice([1, 1, 1, 2]),
             in_body=maybe(0.3),
-            run_after_inner=maybe(0.2),
+            run_after_inner=maybe(0.3),
             second=draw.randint(0, 2) if maybe(0.2) else None,
-            leaves=(
-                (draw.randrange(depth), draw.randint(1, 6), draw.choice(["before", "after"])) if maybe(0.4) else None
-            ),
+            leaves=(*left, draw.choice(["before", "after", "after"])) if maybe(0.5) else None,
             holds=maybe(0.2),
-            asks=(draw.randrange(depth), maybe(0.5)) if maybe(0.3) else None,
-            reads=draw.randrange(depth) if maybe(0.3) else None,
+            asks=(draw.choice([max(innermost - 1, 0), draw.randrange(depth)]), maybe(0.5)) if maybe(0.4) else None,
+            reads=draw.randrange(depth) if maybe(0.2) else None,
             step_fault=(draw.randint(1, 8), draw.choice(kinds)) if maybe(0.15) else None,
             own_fault=draw.randint(1, 8) if maybe(0.1) else None,
             caller=(draw.randint(1, 8), draw.choice(["before", "in", "after"])) if maybe(0.2) else None,
-            catches=(maybe(0.3), maybe(0.3)),
-            afterwards=draw.choice(["", "", "run", "loop", "ask"]),
+            catches=(maybe(0.4), maybe(0.4)),
+            afterwards=draw.choice(["", "run", "run", "loop", "ask"]),
             is_with=maybe(0.8),
             can_recover=can_recover,
             hooks=tuple(hook() for _ in range(draw.choice([1, 2, 2, 3]))),
