@@ -333,7 +333,8 @@ class SessionRunContext:
         That is when the next item is requested, when the data end, or when the loop closes. At the last item of an
         inner loop it is when the item of the outer loop is done, if the loop can know that the data end there. Outside
         of ``until_stop``, the callback is called at once. A callback that the same hook requested earlier is replaced.
-        An exception from ``callback`` comes out of the ``for`` statement, and the loop does not recover from it.
+        An exception from ``callback`` comes out of the ``for`` statement, and the loop does not recover from it. If the
+        body left the item by ``break`` and no other loop is open, it is one of the next run.
 
         With ``last``, the callback is called after the callbacks of the other hooks, wherever those are in the list. A
         checkpoint from which a process resumes is saved in such a callback, so that no other callback is missed.

@@ -24,7 +24,8 @@ no  line                          run item epoch stop func close because
 === ============================= === ==== ===== ==== ==== ===== =======================================================
 
 The columns are methods of :class:`Boundaries`: ``end_run`` with ``after_run``, ``end_item``, ``end_epoch``,
-``should_stop``, ``end_step_fn`` and ``close``.
+``should_stop``, ``end_step_fn`` and ``close``. Where an ``until_stop`` begins, the lines of the column ``stop`` are
+due, and where a run begins, line 5.
 
 An error of lines 1 to 9 at the end of a run is one of the run, which the loop may recover from. An error of a hook at
 another boundary is never recovered from: it is left to the script, and exactly ``StopIteration`` ends the loop cleanly.
