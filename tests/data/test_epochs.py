@@ -840,6 +840,64 @@ def test_an_error_at_the_end_of_an_epoch_left_by_break_comes_out_of_the_next_tou
     assert loop.global_step == 4  # not restored, and without the run that would have begun
 
 
+@pytest.mark.parametrize("way", ["run", "body"])
+def test_a_run_may_fail_with_the_error_that_the_end_of_an_epoch_had(way: str) -> None:
+    error = OSError("upload")  # as the result() of a future raises it, each time the same
+
+    def fail(*_: object) -> float:
+        if loop.global_step > 1:
+            raise error
+        return 0.5
+
+    def run() -> None:
+        if way == "run":
+            loop.run()
+        else:
+            with loop.step() as outputs:
+                outputs["loss"] = fail()
+
+    caught = 0
+    with MonitoredLoop(fail if way == "run" else None, hooks=[Fails(error, "after_run")]) as loop:
+        for item in loop.until_stop(range(9)):
+            run()
+            if item == 1:
+                break
+        for _ in range(4):
+            try:
+                run()
+            except OSError:
+                caught += 1
+    assert (caught, loop.global_step) == (4, 2)
+
+
+def test_after_a_recovery_the_hooks_of_an_epoch_left_by_break_are_called_before_the_next_run(tmp_path: Path) -> None:
+    calls: list[Any] = []
+    failures = iter([AbortedError("lost")])
+
+    def step_fn(context: Any) -> None:
+        for failure in failures:
+            raise failure
+        calls.append("function")
+        context.run_with_hooks(9.0)
+
+    hooks = [Noting(calls), saving(tmp_path, save_steps=2)]
+    with MonitoredLoop(same, hooks=hooks, checkpoint_dir=tmp_path) as loop:
+        break_after(loop, 3)
+        loop.run_step_fn(step_fn)
+    assert [call if call == "function" else call[:2] for call in calls] == ["function", ("end", 2)]  # the restored step
+
+
+def test_runs_in_a_step_function_say_nothing_of_epochs() -> None:
+    def step_fn(context: Any) -> None:
+        context.run_with_hooks(1.0)
+
+    with MonitoredLoop(same, hooks=[LoggingTensorHook(["loss"], every_n_epochs=1)]) as loop:
+        loop.run_step_fn(step_fn)
+        loop.run(1.0)
+        loop.run(1.0)
+    assert loop.global_step == 3
+
+
 @pytest.mark.parametrize("method", ["before_run", "after_run"])
 @pytest.mark.parametrize("train", [run_to_the_end, left_by_break])
 def test_another_error_propagates_with_the_name_of_the_hook(

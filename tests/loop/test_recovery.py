@@ -771,6 +771,20 @@ def test_a_step_function_that_fails_after_a_good_run_is_retried_in_the_same_row(
     assert in_a_row(lines) == [1, 2, 3]
 
 
+def test_a_run_that_is_made_again_inside_a_step_function_ends_the_row(tmp_path: Path, lines: Lines) -> None:
+    training = Training({2: AbortedError, 4: AbortedError})
+
+    with training.loop(tmp_path, saving(tmp_path, every=1)) as loop:
+
+        def step_fn(context: StepContext[torch.Tensor]) -> None:
+            loop.run()
+            loop.run()
+            loop.run()
+
+        loop.run_step_fn(step_fn)
+    assert in_a_row(lines) == [1, 1]
+
+
 def test_an_error_of_a_thread_during_a_repeated_run_begins_another_row(tmp_path: Path, lines: Lines) -> None:
     coords: list[Coordinator] = []
 

@@ -34,7 +34,7 @@ class FirstRuns:
         One run before the first ``until_stop`` is only a warning: it may be there to compile the model.
         """
         state, position = self._state, self._sessions.position
-        if state.runs > self._checks_epochs_until:
+        if state.runs > self._checks_epochs_until or state.in_step_fn:
             return True
         by_epochs = [
             slot
@@ -43,7 +43,7 @@ class FirstRuns:
         ]
         if not by_epochs:
             return True
-        why = None if state.in_step_fn else position.why_no_epoch()
+        why = position.why_no_epoch()
         if why is not None:
             message = f"{by_epochs[0]} is due at the end of an epoch, and {why}"
             if state.runs > 1 or position.has_loops:

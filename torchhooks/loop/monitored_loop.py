@@ -236,7 +236,9 @@ class MonitoredLoop(Generic[R]):
         else:
             self._boundaries.after_run()
             return outputs
-        return self.run(*args, **kwargs)
+        outputs = self.run(*args, **kwargs)
+        self._recoveries.policy.run_went_well()  # also in a function of run_step_fn: this run alone was made again
+        return outputs
 
     def step(self) -> Body:
         """Return the context manager of a run whose step is the body of a ``with`` statement.

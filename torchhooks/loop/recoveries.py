@@ -89,8 +89,10 @@ class Recoveries:
             BaseException: what ``error`` is the consequence of: an error of a background thread, or of another rank. Or
                 else a recovery failed.
         """
-        if self.caught.left_between_runs(error):
-            return False  # of a hook of an epoch that was left by break, called before this run
+        # Of a hook of an epoch that was left by break, called where this run began. The phase tells it from an error of
+        # the run itself, which may be the same object.
+        if self._state.phase is not RUNNING and self.caught.left_between_runs(error):
+            return False
         cause, place = self._cause_of(error), self.caught.place(in_run=True)
         self._state.void_run()
         self._schedule.void_run()
@@ -283,6 +285,8 @@ class Recoveries:
                 error = another
             else:
                 self._state.set_pending()  # the end of the next run ends the series of recoveries
+                if self._sessions.agenda.epochs_ended is not None:
+                    self._state.interrupt()  # the schedule of the new session forgot it: the next run calls the hooks
                 return
 
     def _leave_session(self, error: BaseException) -> None:
