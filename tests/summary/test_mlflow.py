@@ -195,9 +195,10 @@ def test_mlflow_has_no_histograms(store: str, tmp_path: Path) -> None:
 
 
 def test_without_mlflow_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(sys.modules, "mlflow", None)  # as if it could not be imported
-    with pytest.raises(ImportError, match=r"mlflow cannot be imported: pip install torchhooks\[mlflow\]"):
-        MlflowWriter(tmp_path / "run")
+    with monkeypatch.context() as patch:  # over before the end of the fixture, which may import parts of mlflow
+        patch.setitem(sys.modules, "mlflow", None)  # as if it could not be imported
+        with pytest.raises(ImportError, match=r"mlflow cannot be imported: pip install torchhooks\[mlflow\]"):
+            MlflowWriter(tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
