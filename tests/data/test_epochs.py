@@ -275,6 +275,22 @@ def test_a_break_ends_an_epoch(leave: Callable[..., None]) -> None:
     assert calls == [("end", 2, 2.0), ("end", 5, 3.0)]
 
 
+@pytest.mark.parametrize("holds", [False, True])
+def test_a_break_ends_an_epoch_also_if_a_stop_was_requested_in_its_last_run(holds: bool) -> None:
+    calls: list[Any] = []
+    held = []
+    with MonitoredLoop(same, hooks=[Noting(calls)]) as loop:
+        batches = [loop.until_stop([1.0, 2.0, 3.0])]
+        if holds:
+            held.append(batches[0])  # so that Python does not close the generator at the break
+        for item in batches.pop():
+            loop.run(item)
+            if item == 2:
+                loop.request_stop()
+                break
+    assert calls == [("end", 2, 2.0)]
+
+
 def test_after_a_close_in_the_middle_of_an_epoch_its_number_stays() -> None:
     epochs = []
     loop = MonitoredLoop(same)

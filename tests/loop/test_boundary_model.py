@@ -786,7 +786,7 @@ class Model:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> bool:
-        if error is None and self.stop is None:
+        if error is None:
             for loop in self.loops[::-1]:  # those that a variable holds
                 self.close_loop(loop)
         self.end(error)

@@ -231,6 +231,9 @@ class DataLoops:
         """
         state, position = self._state, self._position
         outermost = position.trained_loop
+        if leaves_with_block:
+            for cursor in position.open_loops:  # those whose generator a variable holds
+                self._boundaries.close_loop(cursor)
         if outermost is None or state.failure is not None:
             return None
         if state.by_signal and position.stopped_at_end:
@@ -241,8 +244,6 @@ class DataLoops:
             return DATA_ENDED
         if not leaves_with_block:
             return None
-        for cursor in position.open_loops:  # those whose generator a variable holds
-            self._boundaries.close_loop(cursor)
         return f"the script left the outermost loop {outermost.where}"
 
     def _leave_at_signal(self) -> None:
