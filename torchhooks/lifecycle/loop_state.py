@@ -94,7 +94,7 @@ class Ending(NamedTuple):
     error: BaseException | None = None
     """What leaves the ``with`` block, or what a call between two items could not raise."""
     finished: str | None = None
-    """Why the training run is finished; ``None`` if it is not, or if the other ranks say that it is not."""
+    """Why the training run is finished, as far as this rank knows; ``None`` if it is not."""
     left_by_signal: bool = False
     """Whether the loop itself left the ``with`` block, because of a signal."""
 

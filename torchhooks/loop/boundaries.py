@@ -14,12 +14,12 @@ no  line                          run item epoch stop func close because
 5   hooks of the epoch                  x    x     x         x   a checkpoint contains what they do
 6   calls of the item              x    x                    x   a stop saves only what was not saved just now
 7   meeting of the ranks                x                        one of them may ask for a stop
-8   caught errors, stop requests   x    x          x    x        the ranks agree on a stop; and it ends the threads
-9   agreement of the ranks         x    x          x             in it, a rank holds in the run that all of them make
+8   caught errors, stop requests   x    x          x    x        the ranks agree on a stop, and it ends the threads
+9   agreement of the ranks         x    x          x             a rank waits for the others before it leaves the run
 10  the run is over                x                    x        in a run, a thread's error is not recovered from
-11  errors of threads              x    x          x    x        one that stops the loop stops it here
+11  errors of threads              x    x          x    x        one of them may stop the loop
 12  place of the stop                   x          x             the calls save it
-13  calls for the stop                  x          x             the ranks part with what they save
+13  calls for the stop                  x          x             the ranks part with what these save
 14  parting of the ranks                x
 === ============================= === ==== ===== ==== ==== ===== =======================================================
 
@@ -29,8 +29,8 @@ due, and where a run begins, line 5.
 
 An error of lines 1 to 9 at the end of a run is one of the run, which the loop may recover from. An error of a hook at
 another boundary is never recovered from: it is left to the script, and exactly ``StopIteration`` ends the loop cleanly.
-If the script catches an error, the loop is as before the run, or the calls, and goes on: line 8 tells so, once. At the
-close, each call is made, and the errors are collected.
+If the script catches an error, the loop is as it was before the run or the calls, and line 8 notices it. At the close,
+each call is made, and the errors are collected.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ import os
 import weakref
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import Protocol
 
 from torchhooks.checkpoints.training_state import register_step_post_hook
 from torchhooks.common.errors import Attempts, add_note, brief
@@ -31,12 +30,7 @@ from torchhooks.loop.rank_sync import RankSync
 from torchhooks.loop.recoveries import Recoveries
 from torchhooks.loop.schedule import Schedule
 from torchhooks.loop.sessions import Sessions
-
-
-class DataAtEnd(Protocol):
-    """What tells, at the end, how the script has gone through its data: ``DataLoops``."""
-
-    def check_end(self) -> object: ...
+from torchhooks.loop.until_stop import DataLoops
 
 
 class Life:
@@ -66,7 +60,7 @@ class Life:
         first_runs: FirstRuns,
         recoveries: Recoveries,
         boundaries: Boundaries,
-        data: DataAtEnd,
+        data: DataLoops,
     ) -> None:
         self._arguments, self._state, self._schedule, self._readback = arguments, state, schedule, readback
         self._sessions, self._rank_sync, self._first_runs = sessions, rank_sync, first_runs
