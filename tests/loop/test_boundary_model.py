@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import pytest
+from support.paths import ROOT
 
 from torchhooks import (
     AbortedError,
@@ -851,3 +852,15 @@ def test_a_random_program_makes_the_calls_that_the_table_says(
         assert real == expected, f"seed {seed}: {difference(program, real, expected)}"
         seen.update(part for event in real for part in event[:2])
     assert seen.issuperset(KINDS)
+
+
+def test_the_table_of_the_documentation_is_the_same() -> None:
+    text = (ROOT / "docs" / "lifecycle.md").read_text("utf-8").split("## Between two runs")[1]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.split("\n") if line.startswith("| ")][1:]
+    columns = ["run", "item", "epoch", "stop", "func", "close"]
+    lines = re.findall(r"^\d+ +(\S.*?)  ", boundaries.__doc__ or "", re.MULTILINE)
+    for line, (name, *marks) in zip(lines, rows, strict=True):
+        assert name.startswith(line)
+        assert [column for column, mark in zip(columns, marks, strict=True) if mark] == [
+            column for column in columns if line in DUE_AT[column]
+        ]
