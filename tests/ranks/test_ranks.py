@@ -2264,7 +2264,9 @@ def many_loops(rank: int, folder: str) -> tuple[int, int, list[Any]]:
     def count() -> list[int]:
         return [len(os.listdir(f"/proc/self/{what}")) for what in ("fd", "task")]
 
+    _, threads = count()
     faulthandler.cancel_dump_traceback_later()  # the deadline of this process, whose thread a loop would end
+    wait_until(lambda: count()[1] < threads, lambda: f"{count()[1]} threads")  # the kernel may list it a little longer
     before, loops = count(), []
     for _ in range(4):
         saver = CheckpointSaverHook(folder, save_steps=1, saver=Saver(async_save=True))
