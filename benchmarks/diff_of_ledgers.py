@@ -22,7 +22,7 @@ from time import perf_counter
 from typing import NamedTuple
 
 from torchhooks.common.digests import WIDTH
-from torchhooks.ledger.lines import FORMAT
+from torchhooks.tools.ledger.lines import FORMAT
 
 from common import Budget, describe, finish, machine, parser, table
 

@@ -82,15 +82,15 @@ from torchhooks.lifecycle.hook import (
 )
 from torchhooks.lifecycle.session import Scaffold, Session
 from torchhooks.loop.monitored_loop import MonitoredLoop, StepContext
-from torchhooks.mirror.hook import MirrorHook
 from torchhooks.ranks.ranks import Ranks
 from torchhooks.summary.json_lines import JsonLinesWriter
 from torchhooks.summary.trackers import MlflowWriter, PrometheusWriter, WandbWriter
 from torchhooks.summary.writers import SummaryWriter, SummaryWriterCache
+from torchhooks.tools.mirror.hook import MirrorHook
 from torchhooks.training import MonitoredTrainingLoop
 
 if typing.TYPE_CHECKING:
-    from torchhooks.ledger.hook import LedgerHook
+    from torchhooks.tools.ledger.hook import LedgerHook
 
     __version__: str
 else:  # not for type checkers, which would let every name pass
@@ -101,7 +101,7 @@ else:  # not for type checkers, which would let every name pass
         So is ``__version__``, because the metadata of packages is slow to find.
         """
         if name == "LedgerHook":
-            from torchhooks.ledger.hook import LedgerHook
+            from torchhooks.tools.ledger.hook import LedgerHook
 
             return LedgerHook
         if name != "__version__":

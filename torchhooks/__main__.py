@@ -17,7 +17,6 @@ from pathlib import Path
 
 import torch
 
-from torchhooks.autopsy import request as requests
 from torchhooks.checkpoints.folder import Checkpoint, inspect, is_checkpoint, verify
 from torchhooks.checkpoints.modules import bare_state
 from torchhooks.checkpoints.saver import list_checkpoints, read_checkpoint
@@ -25,9 +24,10 @@ from torchhooks.common.checks import check_exists
 from torchhooks.common.errors import CheckpointError, DamagedCheckpointError
 from torchhooks.common.files import replacing
 from torchhooks.common.text import installed_version, json_text, plain, print_error
-from torchhooks.ledger import commands as of_ledgers
-from torchhooks.mirror import commands as of_runs
-from torchhooks.watch import commands as of_watches
+from torchhooks.tools.autopsy import request as requests
+from torchhooks.tools.ledger import commands as of_ledgers
+from torchhooks.tools.mirror import commands as of_runs
+from torchhooks.tools.watch import commands as of_watches
 
 
 def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:

@@ -54,10 +54,10 @@ from torchhooks.checkpoints.steps import gather_from_all, run_on_all
 from torchhooks.common.digests import digests
 from torchhooks.common.files import Disk
 from torchhooks.lifecycle.loop_state import LoopState
-from torchhooks.lifecycle.run_record import NAME as RECORD_NAME
 from torchhooks.lifecycle.session import LoopServices
 from torchhooks.ranks.ranks import LoopRanks
 from torchhooks.testing import log_lines
+from torchhooks.tools.run_record import NAME as RECORD_NAME
 
 QUICK = {"tick_secs": 0.01}
 

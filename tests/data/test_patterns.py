@@ -118,7 +118,7 @@ def test_a_resumed_training_run_ends_as_an_uninterrupted_one(name: str, attempts
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", NOT_FOUND_BY_CHECK)
 def test_a_defect_that_check_does_not_find_ends_elsewhere(name: str, attempts: Attempts) -> None:
-    """The others are in tests/ledger/test_defects.py."""
+    """The others are in tests/tools/ledger/test_defects.py."""
     results = attempts.results(name)
     differ = different(results)
     assert differ

@@ -43,7 +43,7 @@ from torchhooks.common.files import Disk
 from torchhooks.device.accelerator import AcceleratorCopier
 from torchhooks.device.readback import MAX_BYTES, Readback
 from torchhooks.testing import RecordingWriter, log_lines
-from torchhooks.watch import stalls
+from torchhooks.tools.watch import stalls
 
 pytestmark = pytest.mark.accelerator
 

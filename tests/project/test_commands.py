@@ -16,7 +16,7 @@ from support.schemas import FOLDER, answer, schema_of
 
 import torchhooks
 from torchhooks.__main__ import main, parsers
-from torchhooks.lifecycle.run_record import NAME
+from torchhooks.tools.run_record import NAME
 
 RED = "\x1b[31mred\x07\r\u202e\n"
 HUGE = 10**400

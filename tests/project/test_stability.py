@@ -11,8 +11,8 @@ from support.paths import ROOT
 
 from torchhooks.__main__ import main
 from torchhooks.checkpoints import folder
-from torchhooks.ledger import lines
-from torchhooks.mirror import layout
+from torchhooks.tools.ledger import lines
+from torchhooks.tools.mirror import layout
 
 PAGE = (ROOT / "docs" / "stability.md").read_text()
 

@@ -12,9 +12,9 @@ import torch
 from support.proxy import Fault, Proxy
 from support.s3 import S3Server
 from torchhooks import Saver, Session
-from torchhooks.mirror.copy import Copy
-from torchhooks.mirror.layout import order_of
-from torchhooks.mirror.store import Store
+from torchhooks.tools.mirror.copy import Copy
+from torchhooks.tools.mirror.layout import order_of
+from torchhooks.tools.mirror.store import Store
 
 
 class FolderPlace:

@@ -15,10 +15,10 @@ import pytest
 from support.processes import call
 from support.schemas import answer
 from torchhooks.common.text import json_text
-from torchhooks.ledger import processes
-from torchhooks.ledger.check import Options, prove
-from torchhooks.ledger.keeper import Keeper
-from torchhooks.ledger.verdict import as_plain, text_of
+from torchhooks.tools.ledger import processes
+from torchhooks.tools.ledger.check import Options, prove
+from torchhooks.tools.ledger.keeper import Keeper
+from torchhooks.tools.ledger.verdict import as_plain, text_of
 
 
 def forget_tests(monkeypatch: pytest.MonkeyPatch, but: str = "") -> None:
@@ -36,7 +36,7 @@ def use_forks(monkeypatch: pytest.MonkeyPatch) -> None:
 
     forget_tests(monkeypatch)
     # A walk begins with the script alone, and not with what else this process has imported from the project.
-    monkeypatch.setattr("torchhooks.ledger.walk.sys", SimpleNamespace(modules=_MainModule()))
+    monkeypatch.setattr("torchhooks.tools.ledger.walk.sys", SimpleNamespace(modules=_MainModule()))
     monkeypatch.setattr(processes, "become_new", processes.become_fork)
 
 

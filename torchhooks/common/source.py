@@ -8,11 +8,10 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-_PACKAGE = str(Path(__file__).parent.parent) + os.sep
+from torchhooks.common.user_code import is_own_file
 
 
 class Line(NamedTuple):
@@ -33,7 +32,7 @@ class Line(NamedTuple):
 def lines_of_script() -> list[Line]:
     """Return the lines in which the calling thread is, the innermost first, from the one that calls the package."""
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - as logging does
-    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame is not None and is_own_file(frame.f_code.co_filename):
         frame = frame.f_back
     lines = []
     while frame is not None:

@@ -251,7 +251,7 @@ class NanTensorHook(StandardHook):
         """Put ``nan.json`` aside: the script has caught the error, and the training has gone on from that state."""
         if self._left_request and folder == session.checkpoint_dir:  # where the next process resumes
             self._left_request = False
-            from torchhooks.autopsy.request import put_aside_as_caught
+            from torchhooks.tools.autopsy.request import put_aside_as_caught
 
             put_aside_as_caught(session)
 
@@ -287,7 +287,7 @@ class NanTensorHook(StandardHook):
         if not self._joins_every_run:  # so that the next finite value, which only removes this, is enough to go on
             self._check.found = finding[1]
         # Not imported before there is a NaN.
-        from torchhooks.autopsy.request import leave
+        from torchhooks.tools.autopsy.request import leave
 
         # A value that was on a device arrives after its run, whose arguments have been let go.
         inputs = {} if run_context.finished else run_context.inputs()

@@ -109,11 +109,11 @@ class LoopArguments:
 
     def _plan_autopsy(self) -> None:
         """Begin with what the last process that trained here has asked for, which is usually nothing."""
-        # torchhooks.autopsy, which has the name of the file, is not imported before there is a NaN.
+        # torchhooks.tools.autopsy, which has the name of the file, is not imported before there is a NaN.
         folder = self.checkpoint_dir
         if folder is None or not os.path.exists(os.path.join(folder, "nan.json")):
             return
-        from torchhooks.autopsy.examination import plan
+        from torchhooks.tools.autopsy.examination import plan
 
         planned = plan(folder, self.checkpoint, self.hooks, bool(self.steps_per_run))
         if planned is not None:
@@ -132,7 +132,7 @@ def _with_added(hooks: tuple[SessionRunHook, ...], step: object) -> tuple[Sessio
         hooks = (*first(), *hooks, *last())
     plan = os.environ.get(CHECK_PLAN)
     if plan:
-        from torchhooks.ledger.checked import watched
+        from torchhooks.tools.ledger.checked import watched
 
         hooks = watched(hooks, plan, step)
     return hooks

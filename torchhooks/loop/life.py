@@ -16,7 +16,6 @@ from torchhooks.common.errors import Attempts, add_note, brief
 from torchhooks.common.log import logger
 from torchhooks.device.readback import Readback
 from torchhooks.lifecycle.loop_state import Ending, LoopState, Phase
-from torchhooks.lifecycle.run_record import RunRecord
 from torchhooks.loop.arguments import (
     LoopArguments,
     warn_of_another_folder,
@@ -31,6 +30,7 @@ from torchhooks.loop.recoveries import Recoveries
 from torchhooks.loop.schedule import Schedule
 from torchhooks.loop.sessions import Sessions
 from torchhooks.loop.until_stop import DataLoops
+from torchhooks.tools.run_record import RunRecord
 
 
 class Life:
@@ -100,7 +100,7 @@ class Life:
         state.set_pending()  # the end of the first run looks up what hooks will ask for
 
     def _start_watch(self) -> None:
-        from torchhooks.watch.stalls import Watch  # a process that only imports torchhooks starts sooner
+        from torchhooks.tools.watch.stalls import Watch  # a process that only imports torchhooks starts sooner
 
         arguments, saved_to = self._arguments, self._arguments.saved_to
         watch = Watch(

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 
 from torchhooks.common.checks import whole_number
-from torchhooks.ledger.comparing import Comparison, compare_ledgers, lines_of
-from torchhooks.ledger.hook import WHAT, LedgerHook
-from torchhooks.ledger.lines import FOLDER, LedgerError, read_ledgers
 from torchhooks.lifecycle.hook import SessionRunContext, SessionRunHook, SessionRunValues
 from torchhooks.loop.arguments import added_hooks
+from torchhooks.tools.ledger.comparing import Comparison, compare_ledgers, lines_of
+from torchhooks.tools.ledger.hook import WHAT, LedgerHook
+from torchhooks.tools.ledger.lines import FOLDER, LedgerError, read_ledgers
 
 UPDATE = "TORCHHOOKS_UPDATE_GOLDEN"
 """The environment variable that has :func:`assert_same_run` write what it would compare with."""
