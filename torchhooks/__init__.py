@@ -19,6 +19,7 @@ is, without what happens on errors:
 :mod:`torchhooks.testing` what the tests of a hook of one's own need.
 """
 
+import importlib.util
 import typing
 
 from torchhooks import summary
@@ -71,6 +72,7 @@ from torchhooks.hooks.reporting import FinalOpsHook, LoggingTensorHook
 from torchhooks.hooks.saving import CheckpointSaverHook, CheckpointSaverListener, SummarySaverHook
 from torchhooks.hooks.stopping import GlobalStepWaiterHook, NanTensorHook, StopAtStepHook
 from torchhooks.lifecycle.coordinator import Coordinator, LooperThread
+from torchhooks.lifecycle.extension import Extension, Finding, LoopPlan, register_extension, unregister_extension
 from torchhooks.lifecycle.hook import (
     PeriodicHook,
     RunMetadata,
@@ -86,17 +88,17 @@ from torchhooks.ranks.ranks import Ranks
 from torchhooks.summary.json_lines import JsonLinesWriter
 from torchhooks.summary.trackers import MlflowWriter, PrometheusWriter, WandbWriter
 from torchhooks.summary.writers import SummaryWriter, SummaryWriterCache
-from torchhooks.tools.mirror.hook import MirrorHook
 from torchhooks.training import MonitoredTrainingLoop
 
 if typing.TYPE_CHECKING:
     from torchhooks.tools.ledger.hook import LedgerHook
+    from torchhooks.tools.mirror.hook import MirrorHook
 
     __version__: str
 else:  # not for type checkers, which would let every name pass
 
     def __getattr__(name: str) -> object:
-        """Return ``LedgerHook``, whose package is imported on request.
+        """Return a hook of one of the tools, which are imported on request.
 
         So is ``__version__``, because the metadata of packages is slow to find.
         """
@@ -104,11 +106,19 @@ else:  # not for type checkers, which would let every name pass
             from torchhooks.tools.ledger.hook import LedgerHook
 
             return LedgerHook
+        if name == "MirrorHook":
+            from torchhooks.tools.mirror.hook import MirrorHook
+
+            return MirrorHook
         if name != "__version__":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from torchhooks.common.text import installed_version
 
         return installed_version()
+
+
+if importlib.util.find_spec("torchhooks.tools.plugins") is not None:
+    importlib.import_module("torchhooks.tools.plugins")
 
 
 __all__ = [
@@ -125,15 +135,18 @@ __all__ = [
     "EvaluationHook",
     "EveryEpochs",
     "EverySteps",
+    "Extension",
     "FeedError",
     "FeedFnHook",
     "FetchError",
     "FinalOpsHook",
+    "Finding",
     "GlobalStepWaiterHook",
     "JsonLinesWriter",
     "LedgerHook",
     "LifecycleError",
     "LoggingTensorHook",
+    "LoopPlan",
     "LooperThread",
     "MirrorHook",
     "MlflowWriter",
@@ -183,9 +196,11 @@ __all__ = [
     "over_ranks",
     "param_norm",
     "read_metadata",
+    "register_extension",
     "running_max",
     "running_mean",
     "running_min",
     "running_sum",
     "summary",
+    "unregister_extension",
 ]

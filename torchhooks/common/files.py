@@ -21,9 +21,6 @@ CHUNK = 1 << 16  # a larger buffer would be read again around each record when t
 PLACES = "TORCHHOOKS_PLACES"
 """The environment variable by which ``python -m torchhooks check`` names its scratch folder to the script."""
 
-CHECK_PLAN = "TORCHHOOKS_CHECK"
-"""The environment variable by which it names the file that says what happens in this process."""
-
 placed: set[str] = set()
 """The paths that :func:`place` has moved in this process."""
 

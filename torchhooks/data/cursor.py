@@ -34,24 +34,22 @@ Saved = dict[str, Any]
 """A part of a checkpoint."""
 
 
-class ShortEpochs(NamedTuple):
-    """Limits the loops of one depth, so that a few runs pass through several epochs. ``check`` sets it."""
+class ItemLimit(NamedTuple):
+    """A limit of the items of all loops of one depth, from 1 on, so that a few runs pass through several epochs."""
 
     depth: int
     items: int
 
 
-short_epochs: ShortEpochs | None = None
-
 IN_MEMORY = (range, list, tuple)
 """What draws no random numbers, and what a later process may pass with more items at its end."""
 
 
-def shortened_limit(depth: int, limit: int | None) -> int | None:
-    """Return the greatest number of items that a loop may take, of ``limit`` and :data:`short_epochs`."""
-    if short_epochs is None or depth != short_epochs.depth:
+def shortened_limit(depth: int, limit: int | None, most_items: ItemLimit | None) -> int | None:
+    """Return the greatest number of items that a loop may take, of ``limit`` and ``most_items``."""
+    if most_items is None or depth != most_items.depth:
         return limit
-    return short_epochs.items if limit is None else min(limit, short_epochs.items)
+    return most_items.items if limit is None else min(limit, most_items.items)
 
 
 class CursorState(Enum):

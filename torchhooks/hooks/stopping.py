@@ -26,6 +26,7 @@ from torchhooks.fetches.evaluation import ComposedFetch, leaves, watched_names
 from torchhooks.fetches.names import Fetch, Value, describe, named_outputs
 from torchhooks.hooks.evaluation import NOT_EVALUATED
 from torchhooks.lifecycle.coordinator import Coordinator
+from torchhooks.lifecycle.extension import Finding, called
 from torchhooks.lifecycle.hook import SessionRunArgs, SessionRunContext, SessionRunValues, StandardHook
 from torchhooks.lifecycle.session import Session
 
@@ -166,7 +167,6 @@ class NanTensorHook(StandardHook):
         self._message: str | None = None
         self._calls = self._reported_in = 0  # of after_run: the last one, and the one after which a NaN was reported
         self._check.found = None
-        self._left_request = False
         # What was found in runs that have not been reported on yet: the run's step and flags, by a running number.
         self._unreported: dict[int, _Finding] = {}
         # A subclass that overrides a run method expects it to be called in every run.
@@ -179,7 +179,6 @@ class NanTensorHook(StandardHook):
             functools.partial(self._why_no_checkpoint, session),
             background_refusal=functools.partial(self._refuse_in_background, session),
         )
-        session.on_checkpoint(functools.partial(self._checkpoint_saved, session))
 
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs:
         return self._request
@@ -247,14 +246,6 @@ class NanTensorHook(StandardHook):
         if self._fail_on_nan_loss:
             self._message = None
 
-    def _checkpoint_saved(self, session: Session, folder: str) -> None:
-        """Put ``nan.json`` aside: the script has caught the error, and the training has gone on from that state."""
-        if self._left_request and folder == session.checkpoint_dir:  # where the next process resumes
-            self._left_request = False
-            from torchhooks.tools.autopsy.request import put_aside_as_caught
-
-            put_aside_as_caught(session)
-
     def _why_no_checkpoint(self, session: Session) -> str | None:
         """Return why the current state must not be saved, or ``None``."""
         return self._reported or self._problem(to_host(self._all_unreported(session)))
@@ -286,12 +277,10 @@ class NanTensorHook(StandardHook):
         self._message, self._reported_in = message, self._calls
         if not self._joins_every_run:  # so that the next finite value, which only removes this, is enough to go on
             self._check.found = finding[1]
-        # Not imported before there is a NaN.
-        from torchhooks.tools.autopsy.request import leave
-
         # A value that was on a device arrives after its run, whose arguments have been let go.
         inputs = {} if run_context.finished else run_context.inputs()
-        self._left_request = leave(run_context.session, finding[0], message, self, inputs) or self._left_request
+        for extension in run_context.session.extensions:
+            called(extension.found, run_context.session, Finding(finding[0], message, self, inputs))
         if self._fail_on_nan_loss:
             logger.error("%s: training fails", message)
             raise NanLossDuringTrainingError(

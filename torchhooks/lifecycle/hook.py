@@ -418,8 +418,6 @@ class SessionRunHook:
     """The folder of the checkpoints that the hook saves for the loop to resume from, as an absolute path."""
     brings_checkpoints: bool = False
     """Whether the hook brings the newest checkpoint to each rank, whose folder may then be another one."""
-    leaves_machine: bool = False
-    """Whether the hook writes to another machine. ``python -m torchhooks check`` leaves it out."""
     due_signals: Collection[str] = ()
     """The names of the signals that ``next_due`` will ask for, so that none is missed before the first run."""
 

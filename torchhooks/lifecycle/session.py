@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -30,6 +30,9 @@ from torchhooks.fetches.over_ranks import RanksEvaluator
 from torchhooks.fetches.running import RunningValues
 from torchhooks.lifecycle.loop_state import NO_OUTPUTS, LoopState
 from torchhooks.ranks.ranks import LoopRanks, Ranks
+
+if TYPE_CHECKING:  # it knows the session
+    from torchhooks.lifecycle.extension import Extension
 
 
 class LoopHook(Protocol):
@@ -75,6 +78,8 @@ class LoopServices:
     """What a warning was logged about that is logged once per loop."""
     unsaved: UnsavedParts | None = None
     """What changes and is in no checkpoint; ``None`` if the loop saves none."""
+    extensions: Sequence[Extension] = ()
+    """What joins the loop, next to its hooks."""
     replicas: Replicas = field(default_factory=Replicas)
     """Whether the ranks have the same parameters."""
 
@@ -158,6 +163,8 @@ class Session:
         self._open_pauses = 0
         self._pause_listeners: list[Callable[[DeviceDuration], object]] = []
         self._created, self._paused_secs = time.monotonic(), 0.0
+        self.extensions = services.extensions
+        """What joins the loop, next to its hooks: see :class:`torchhooks.Extension`."""
         self.loop_hooks = loop_hooks
         """The hooks of torchhooks in the loop, for what one of them has to know of another."""
         self.was_restored = False

@@ -272,14 +272,14 @@ def received_signal() -> str | None:
     return next((watch.received for watch in watches if watch is not None and watch.received), None)
 
 
-def checked_signals(signals: Iterable[str | signal.Signals] | None) -> list[signal.Signals]:
+def checked_signals(signals: Iterable[str | signal.Signals] | None) -> tuple[signal.Signals, ...]:
     """Return the signals with these names, or raise a TypeError or ValueError that says what to give."""
     if signals is None:
-        return []
+        return ()
     if isinstance(signals, str) or not isinstance(signals, Iterable):
         name = signals if isinstance(signals, str) else getattr(signals, "name", "SIGTERM")
         raise TypeError(f"signals={shown(signals)}: give a list of names, [{name!r}]")
-    return [checked_signal(given) for given in signals]
+    return tuple(checked_signal(given) for given in signals)
 
 
 def _owner(handler: object) -> SignalWatch | None:

@@ -14,16 +14,17 @@ import torch
 from torchhooks.checkpoints.folder import split_checkpoint
 from torchhooks.checkpoints.training_state import StatefulHook, plain_metadata
 from torchhooks.checkpoints.unsaved import Contents
-from torchhooks.common.checks import exception_types, folder, seconds, whole_number
-from torchhooks.common.files import CHECK_PLAN, place
+from torchhooks.common.checks import folder
+from torchhooks.common.files import place
 from torchhooks.common.log import logger
 from torchhooks.common.members import is_a, values_in_attributes
 from torchhooks.common.stateful import Stateful, has_state
 from torchhooks.common.text import shortened, shown
 from torchhooks.fetches.names import Step, parameters_of
+from torchhooks.lifecycle.extension import LoopPlan, planned
 from torchhooks.lifecycle.hook import PeriodicHook, SessionRunHook, StandardHook, overrides
 from torchhooks.lifecycle.session import Scaffold
-from torchhooks.lifecycle.signals import checked_signals
+from torchhooks.lifecycle.settings import LoopSettings
 from torchhooks.ranks.ranks import Ranks, checked_ranks
 
 _MOST_COLLECTIVE_HOOKS = 60  # a bit each, in an int64 with the bit that asks for a stop
@@ -59,6 +60,15 @@ class LoopArguments:
         stall_secs: float | None,
         stall_action: str,
     ) -> None:
+        self.settings = LoopSettings.checked(
+            step_unit=step_unit,
+            recoverable_errors=recoverable_errors,
+            max_recoveries=max_recoveries,
+            signals=signals,
+            stop_grace_period_secs=stop_grace_period_secs,
+            stall_secs=stall_secs,
+            stall_action=stall_action,
+        )
         check_model(model)
         check_optimizer(optimizer, step_unit)
         if scaffold is not None and not isinstance(scaffold, Scaffold):
@@ -67,75 +77,45 @@ class LoopArguments:
             )
         self.model = model
         self.optimizer = optimizer
-        self.step_unit = step_unit
         self.steps_per_run = 1 if step_unit == "run" else 0
         """How many global steps one run counts; 0 if the optimizer's steps are counted."""
         self.scaffold = Scaffold() if scaffold is None else scaffold
         self.step = Step(step)
         self.state = check_state(state)
-        hooks = check_hooks(() if hooks is None else hooks)
-        self.hooks = _with_added(hooks, step)
+        script_hooks = check_hooks(() if hooks is None else hooks)
         self.chief_only = chief_only
         """The hooks that no other rank has, so that they are called alone, even if they are collective."""
         self.metadata = plain_metadata(metadata)
         self.ranks = checked_ranks(ranks)
-        check_methods(self.hooks)
+        check_methods(script_hooks)
         if self.ranks.is_chief:
-            warn_of_inner_hooks(hooks)  # not self.hooks: a tool that watches the script may have left some out
+            warn_of_inner_hooks(script_hooks)
+        self.checkpoint_dir, checkpoint = checked_place(checkpoint_dir)
+        """The folder of checkpoints."""
+        plan = LoopPlan(
+            hooks=script_hooks,
+            step=step,
+            folder=self.checkpoint_dir,
+            checkpoint=checkpoint,
+            counts_runs=bool(self.steps_per_run),
+        )
+        self.plan, self.extensions = planned(plan)
+        """With what the loop begins, and the extensions that join it."""
+        self.checkpoint = self.plan.checkpoint
+        """The name of the checkpoint in the folder to begin with; ``None`` for the newest."""
+        self.hooks = self.plan.all_hooks
+        """The hooks of the script, and those of extensions before and after them."""
         check_collective_hooks(self.hooks, self.ranks)
-        self.checkpoint_dir, self.checkpoint = checked_place(checkpoint_dir)
-        """The folder of checkpoints, and the name of the checkpoint in it that was given, ``None`` for the newest."""
         for hook in self.hooks:
             if isinstance(hook, StandardHook):
                 hook.attach_folder(self.checkpoint_dir)
         self.hook_states = check_hook_states(self.hooks)
         """The hooks that have a state, by the name under which it is saved."""
-        self.recoverable_errors = exception_types(recoverable_errors, "recoverable_errors", "(AbortedError,)")
-        self.max_recoveries = whole_number(max_recoveries, "max_recoveries", 0)
-        self.signals = checked_signals(signals)
-        self.stop_grace_period_secs = seconds(stop_grace_period_secs, "stop_grace_period_secs")
-        self.stall_secs = None if stall_secs is None else seconds(stall_secs, "stall_secs")
-        if stall_action not in ("report", "abort"):
-            raise ValueError(f'stall_action={shown(stall_action)}: must be "report" or "abort"')
-        self.stall_action = stall_action
         self.has_saver = any(hook.saves_checkpoints for hook in self.hooks)
         """Whether a hook saves checkpoints."""
         folders = (hook.checkpoint_dir for hook in self.hooks if hook.saves_checkpoints)
         self.saved_to = next(filter(None, folders), None)
         """The folder of the first CheckpointSaverHook, as an absolute path; ``None`` if there is no such hook."""
-        self.first_index = 0
-        """The number of the first hook. That of an autopsy comes before the hooks of the script, and is not counted."""
-        self._plan_autopsy()
-
-    def _plan_autopsy(self) -> None:
-        """Begin with what the last process that trained here has asked for, which is usually nothing."""
-        # torchhooks.tools.autopsy, which has the name of the file, is not imported before there is a NaN.
-        folder = self.checkpoint_dir
-        if folder is None or not os.path.exists(os.path.join(folder, "nan.json")):
-            return
-        from torchhooks.tools.autopsy.examination import plan
-
-        planned = plan(folder, self.checkpoint, self.hooks, bool(self.steps_per_run))
-        if planned is not None:
-            self.hooks, self.checkpoint, self.first_index = planned.hooks, planned.checkpoint, -1
-
-
-added_hooks: list[tuple[Callable[[], list[SessionRunHook]], Callable[[], list[SessionRunHook]]]] = []
-"""What makes the hooks that each new loop gets before and after the hooks of the script.
-
-For the tools that watch a script which they do not change. The loop looks here only, and only when it is created.
-"""
-
-
-def _with_added(hooks: tuple[SessionRunHook, ...], step: object) -> tuple[SessionRunHook, ...]:
-    for first, last in added_hooks:
-        hooks = (*first(), *hooks, *last())
-    plan = os.environ.get(CHECK_PLAN)
-    if plan:
-        from torchhooks.tools.ledger.checked import watched
-
-        hooks = watched(hooks, plan, step)
-    return hooks
 
 
 def checked_place(checkpoint_dir: str | os.PathLike[str] | None) -> tuple[str | None, str | None]:
@@ -299,8 +279,6 @@ def check_model(model: object) -> None:
 
 def check_optimizer(optimizer: Any, step_unit: str) -> None:
     """Raise unless ``optimizer`` is an optimizer or None, and can count steps if ``step_unit`` requires it."""
-    if step_unit not in ("run", "optimizer_step"):
-        raise ValueError(f'step_unit={step_unit!r}: must be "run" or "optimizer_step"')
     if optimizer is not None and not hasattr(optimizer, "param_groups"):
         way_out = 'Of several, pass the one whose steps count, and the others in state={"name": optimizer}'
         if isinstance(optimizer, type):

@@ -6,15 +6,15 @@ the parts that watch the loop are there: they start first and end last.
 
 from __future__ import annotations
 
-import os
 import weakref
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 
 from torchhooks.checkpoints.training_state import register_step_post_hook
 from torchhooks.common.errors import Attempts, add_note, brief
 from torchhooks.common.log import logger
 from torchhooks.device.readback import Readback
+from torchhooks.lifecycle.extension import Extension, Training, called
 from torchhooks.lifecycle.loop_state import Ending, LoopState, Phase
 from torchhooks.loop.arguments import (
     LoopArguments,
@@ -30,7 +30,6 @@ from torchhooks.loop.recoveries import Recoveries
 from torchhooks.loop.schedule import Schedule
 from torchhooks.loop.sessions import Sessions
 from torchhooks.loop.until_stop import DataLoops
-from torchhooks.tools.run_record import RunRecord
 
 
 class Life:
@@ -65,7 +64,7 @@ class Life:
         self._arguments, self._state, self._schedule, self._readback = arguments, state, schedule, readback
         self._sessions, self._rank_sync, self._first_runs = sessions, rank_sync, first_runs
         self._recoveries, self._boundaries, self._data = recoveries, boundaries, data
-        self._record: RunRecord | None = None
+        self._extensions: list[Extension] = []  # of which begin() was called
         self._begun = 0  # of how many hooks begin() was called
         self._attempt = Attempts()
         self._watching = ExitStack()  # closes what watches the loop, the last that was started first
@@ -81,8 +80,8 @@ class Life:
         state.signals.install()
         if self._rank_sync is not None:
             weakref.finalize(loop, self._rank_sync.peers.abandon).atexit = False
-            self._rank_sync.start(arguments.step_unit, arguments.checkpoint_dir, arguments.checkpoint)
-        self._start_watch()  # before the hooks, which may save, restore and wait for other ranks
+            self._rank_sync.start(arguments.settings.step_unit, arguments.checkpoint_dir, arguments.checkpoint)
+        self._begin_extensions()  # before the hooks, which may save, restore and wait for other ranks
         self._watching.callback(schedule.signals.close)
         for slot in schedule.all_hooks:
             schedule.signals.wait_for(slot.trigger.signals)
@@ -95,34 +94,25 @@ class Life:
             warn_of_missing_parts(arguments)
             warn_of_other_parameters(arguments)
             warn_of_another_folder(arguments)
-        if self._record is not None:  # from here on it has a step
-            self._record.begin_session(lambda: self._sessions.session)
         state.set_pending()  # the end of the first run looks up what hooks will ask for
 
-    def _start_watch(self) -> None:
-        from torchhooks.tools.watch.stalls import Watch  # a process that only imports torchhooks starts sooner
-
-        arguments, saved_to = self._arguments, self._arguments.saved_to
-        watch = Watch(
+    def _begin_extensions(self) -> None:
+        arguments, rank_sync = self._arguments, self._rank_sync
+        training = Training(
             self._state,
             self._sessions.position,
             arguments.ranks,
-            None if self._rank_sync is None else self._rank_sync.peers,
-            saved_to or arguments.checkpoint_dir,
-            arguments.stall_secs,
-            arguments.stall_action == "abort",
+            None if rank_sync is None else rank_sync.peers,
+            arguments.checkpoint_dir,
+            arguments.saved_to,
         )
-        if saved_to is not None:
-            with suppress(OSError):  # the first save says so
-                os.makedirs(saved_to, exist_ok=True)  # on each rank, for its stacks
-        watch.start()
-        self._watching.callback(watch.close)
-        if saved_to is not None and arguments.ranks.is_chief:  # not before the watch: the disk may block
-            size = arguments.ranks.size
-            self._record = record = RunRecord(saved_to, size, lambda: watch.watched, lambda name: watch.request(name))
-            record.start()
-            watch.on_change = record.write
-            self._watching.callback(lambda: self._attempt(record.close, *self._outcome()))
+        for extension in arguments.extensions:
+            self._extensions.append(extension)  # first: what fails in begin() is closed too
+            self._watching.callback(self._close_extension, extension)
+            called(extension.begin, training, arguments.settings)
+
+    def _close_extension(self, extension: Extension) -> None:
+        self._attempt(called, extension.close, *self._outcome())
 
     def _count_steps_of_optimizer(self) -> None:
         if not self._state.steps_per_run:
@@ -196,8 +186,8 @@ class Life:
         attempt(self._readback.close)  # after end(), which may ask for values
         sessions.session.close_savers(attempt)  # after end(), which may save
         attempt(sessions.join_threads)
-        if self._record is not None:  # before the teardown of a hook that copies it
-            attempt(self._record.finish, *self._outcome())
+        for extension in self._extensions:  # before the teardown of a hook that copies what it writes
+            attempt(called, extension.finish, *self._outcome())
         for slot in participants[: self._begun]:
             attempt(sessions.call, slot, "teardown", slot.hook.teardown)
         if sessions.gradients is not None:

@@ -161,18 +161,20 @@ class MonitoredLoop(Generic[R]):
     def _make_parts(self, arguments: LoopArguments) -> None:
         """Make what the loop consists of. Each part knows those above it."""
         ranks, function = arguments.ranks, arguments.step.function
-        self._state = state = LoopState(arguments.signals, function, arguments.steps_per_run)
+        self._state = state = LoopState(arguments.settings.signals, function, arguments.steps_per_run)
         self._schedule = schedule = Schedule(
             state,
             arguments.hooks,
             ranks,
             arguments.chief_only,
-            [each.name for each in arguments.signals],
-            first_index=arguments.first_index,
+            [each.name for each in arguments.settings.signals],
+            before_script=len(arguments.plan.first),
+            of_script=len(arguments.plan.hooks),
         )
         readback = Readback(state.set_pending)
         rank_sync = RankSync(ranks, schedule, state) if ranks.size > 1 else None
-        policy = Recovery(arguments.recoverable_errors, arguments.max_recoveries, ranks=ranks.size)
+        settings = arguments.settings
+        policy = Recovery(settings.recoverable_errors, settings.max_recoveries, ranks=ranks.size)
         self._sessions = sessions = Sessions(
             arguments, state, schedule, readback, rank_sync, policy, lambda: boundaries.end_epoch()
         )
@@ -186,7 +188,9 @@ class MonitoredLoop(Generic[R]):
             state, schedule, readback, sessions, rank_sync, recoveries, epoch_end
         )
         self._runner = runner = Runner(state, schedule, sessions, rank_sync, arguments.step, boundaries.end_epoch)
-        self._data = data = DataLoops(state, schedule, sessions, rank_sync, caught, boundaries)
+        self._data = data = DataLoops(
+            state, schedule, sessions, rank_sync, caught, boundaries, arguments.plan.most_items
+        )
         self._body = Body(state, runner, boundaries, recoveries, data)
         self._life = Life(
             arguments, state, schedule, readback, sessions, rank_sync, first_runs, recoveries, boundaries, data

@@ -36,9 +36,10 @@ class HookSlot(Caller):
 
     hook: SessionRunHook
 
-    def __init__(self, index: int, hook: SessionRunHook, trigger: Trigger) -> None:
+    def __init__(self, index: int, hook: SessionRunHook, trigger: Trigger, is_numbered: bool = True) -> None:
         super().__init__(hook)
         self.index = index
+        self._is_numbered = is_numbered  # a hook of an extension is not: the script knows nothing of it
         self.trigger = trigger
         # Bound methods, looked up once instead of in every run.
         self.before_run = hook.before_run
@@ -85,7 +86,7 @@ class HookSlot(Caller):
             name = repr(self.hook)
         except Exception:  # a broken __repr__ must not hide the error that names the hook
             name = f"a {type(self.hook).__name__}"
-        return name if self.index < 0 else f"{name} (hook {self.index})"
+        return f"{name} (hook {self.index})" if self._is_numbered else name
 
 
 class PeriodicSlot(HookSlot):
@@ -93,7 +94,9 @@ class PeriodicSlot(HookSlot):
 
     hook: PeriodicHook
 
-    def __init__(self, index: int, hook: PeriodicHook, state: LoopState, is_collective: bool) -> None:
+    def __init__(
+        self, index: int, hook: PeriodicHook, state: LoopState, is_collective: bool, is_numbered: bool = True
+    ) -> None:
         trigger = Trigger(
             hook.timer,
             counts_runs=hook.counts_runs,
@@ -101,7 +104,7 @@ class PeriodicSlot(HookSlot):
             is_collective=is_collective,
             signals=hook.due_signals,
         )
-        super().__init__(index, hook, trigger)
+        super().__init__(index, hook, trigger, is_numbered)
         self._state = state
         self._overridden = hook.after_run if overrides(hook, "after_run") else None
         self.after_run = self._after_run
@@ -185,7 +188,8 @@ class Schedule:
         ranks: the ranks of the loop.
         chief_only: the hooks that no other rank has, so that none waits for another rank.
         stopping: the signals that stop the loop.
-        first_index: the number of the first hook, -1 if the script has not given it.
+        before_script: how many of the hooks come before those of the script, of which the first has the number 0.
+        of_script: how many hooks the script has given; ``None`` for all.
     """
 
     def __init__(
@@ -195,18 +199,20 @@ class Schedule:
         ranks: Ranks,
         chief_only: Collection[SessionRunHook] = (),
         stopping: Iterable[str] = (),
-        first_index: int = 0,
+        before_script: int = 0,
+        of_script: int | None = None,
     ) -> None:
         def placed(index: int, hook: SessionRunHook) -> HookSlot:
             is_alone = ranks.size == 1 or any(hook is each for each in chief_only)
             collective = hook.collective and not is_alone
+            is_numbered = index >= 0 and (of_script is None or index < of_script)
             if isinstance(hook, StandardHook):
                 hook.attach_ranks(ranks, collective)
             if isinstance(hook, PeriodicHook):
-                return PeriodicSlot(index, hook, state, collective)
-            return HookSlot(index, hook, Trigger(is_collective=collective, signals=hook.due_signals))
+                return PeriodicSlot(index, hook, state, collective, is_numbered)
+            return HookSlot(index, hook, Trigger(is_collective=collective, signals=hook.due_signals), is_numbered)
 
-        self.all_hooks = [placed(index, hook) for index, hook in enumerate(hooks, first_index)]
+        self.all_hooks = [placed(index, hook) for index, hook in enumerate(hooks, -before_script)]
         self.collective = [slot for slot in self.all_hooks if slot.trigger.is_collective]
         """The hooks that all ranks call in the same run, if there are several ranks."""
         before = [slot for slot in self.all_hooks if overrides(slot.hook, "before_run")]

@@ -16,6 +16,7 @@ from torchhooks.data.agenda import Agenda
 from torchhooks.data.position import DATA_ENDED, DataPosition
 from torchhooks.device.readback import Readback
 from torchhooks.lifecycle.coordinator import Coordinator
+from torchhooks.lifecycle.extension import called
 from torchhooks.lifecycle.hook import RunServices, StandardHook
 from torchhooks.lifecycle.loop_state import LoopState, StoppedBy
 from torchhooks.lifecycle.recovery import Recovery
@@ -87,6 +88,7 @@ class Sessions:
             interrupted=self._is_interrupted,
             steps_per_run=arguments.steps_per_run,
             unsaved=_watched_parts(arguments, state),
+            extensions=arguments.extensions,
         )
         """What all sessions of the loop share."""
         self.renew()
@@ -137,6 +139,8 @@ class Sessions:
             slot.trigger.start_at(session.global_step)  # one by one: the hook before this one may have set the step
             self.call(slot, "after_create_session", slot.hook.after_create_session, session, self.coord)
         self._schedule.start()
+        for extension in self._arguments.extensions:
+            called(extension.start, session)
 
     def _restore(self) -> str | None:
         """Restore the newest checkpoint, or the caller's choice unless this loop has saved since.
@@ -247,7 +251,7 @@ class Sessions:
         coord = self.coord if coord is None else coord
         coord.request_stop()
         try:
-            coord.join(stop_grace_period_secs=self._arguments.stop_grace_period_secs, ignore_live_threads=True)
+            coord.join(stop_grace_period_secs=self._arguments.settings.stop_grace_period_secs, ignore_live_threads=True)
         except BaseException as error:
             if error is not coord.error or error is self.fatal or not self._recovery.covers(error):
                 raise

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from torchhooks.common.log import logger
-from torchhooks.data.cursor import ENDED, Cursor, name_of, shortened_limit
+from torchhooks.data.cursor import ENDED, Cursor, ItemLimit, name_of, shortened_limit
 from torchhooks.data.position import DATA_ENDED, Point, Return
 from torchhooks.lifecycle.loop_state import IDLE, RUNNING, LeftBySignalError, LoopState, Phase, Stop, StoppedBy
 from torchhooks.loop.boundaries import Boundaries
@@ -50,6 +50,7 @@ class DataLoops:
         rank_sync: keeps the loop in step with the other ranks; ``None`` in a process that is alone.
         caught: which errors the script has caught.
         boundaries: does what is due between two runs.
+        most_items: a limit of the items of all loops of one depth.
     """
 
     def __init__(
@@ -60,9 +61,10 @@ class DataLoops:
         rank_sync: RankSync | None,
         caught: CaughtErrors,
         boundaries: Boundaries,
+        most_items: ItemLimit | None,
     ) -> None:
         self._state, self._schedule, self._sessions, self._rank_sync = state, schedule, sessions, rank_sync
-        self._caught, self._boundaries = caught, boundaries
+        self._caught, self._boundaries, self._most_items = caught, boundaries, most_items
         self._agenda, self._position = sessions.agenda, sessions.position
         self._waits = sessions.services.data_waits
         self._items_without_run = 0
@@ -123,7 +125,7 @@ class DataLoops:
             return None
         self._waits.depth += 1
         cursor = self._position.open(iterable, state.phase is RUNNING)
-        cursor.limit = shortened_limit(cursor.depth, limit)
+        cursor.limit = shortened_limit(cursor.depth, limit, self._most_items)
         return cursor
 
     def _items(self, cursor: Cursor, iterable: Iterable[T], resume: bool) -> Generator[T, None, None]:

@@ -7,14 +7,15 @@ import random
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from torchhooks.common.checks import whole_number
+from torchhooks.lifecycle.extension import Extension, LoopPlan, register_extension, unregister_extension
 from torchhooks.lifecycle.hook import SessionRunContext, SessionRunHook, SessionRunValues
-from torchhooks.loop.arguments import added_hooks
 from torchhooks.tools.ledger.comparing import Comparison, compare_ledgers, lines_of
 from torchhooks.tools.ledger.hook import WHAT, LedgerHook
 from torchhooks.tools.ledger.lines import FOLDER, LedgerError, read_ledgers
@@ -141,6 +142,16 @@ def assert_same_run(folder: _Path, golden: _Path, rtol: float | None = None) -> 
         raise AssertionError(f"the training run is not the one in {os.fspath(golden)}.\n{_report(found)}")
 
 
+class _Proof(Extension):
+    """Has a loop keep a ledger, and end where a kill would."""
+
+    def __init__(self, ledger: LedgerHook, interrupt: _Interrupt) -> None:
+        self._ledger, self._interrupt = ledger, interrupt
+
+    def plan(self, plan: LoopPlan) -> LoopPlan:
+        return replace(plan, first=(self._ledger, *plan.first), last=(*plan.last, self._interrupt))
+
+
 class _Training:
     """One training run, of one or several starts, with its ledger."""
 
@@ -158,12 +169,16 @@ class _Training:
         np.random.seed(_Training.starts)
         torch.manual_seed(_Training.starts)
         self._folder.mkdir(parents=True, exist_ok=True)
-        added_hooks.append((lambda: [LedgerHook(self.ledger, what=self._what)], lambda: [_Interrupt(runs)]))
+
+        def make(_: LoopPlan) -> _Proof:
+            return _Proof(LedgerHook(self.ledger, what=self._what), _Interrupt(runs))
+
+        register_extension(make)
         try:
             with suppress(_InterruptedError):
                 self._train(self._folder)
         finally:
-            added_hooks.pop()
+            unregister_extension(make)
 
     def resumed_at(self) -> int:
         """Return after which run the last start has continued; 0 if there was no checkpoint."""

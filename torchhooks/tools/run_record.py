@@ -190,10 +190,11 @@ class RunRecord:
         threading.Thread(target=writing, name="torchhooks run record", daemon=True).start()
 
     def begin_session(self, session: Callable[[], Session]) -> None:
-        """Say from now on how far the loop is. ``session`` returns its current session."""
+        """Say from now on how far the loop is. ``session`` returns its session, another one after a recovery."""
         with self._lock:
             self._session = session
-            self._record = self._record._replace(began_at=session().global_step)
+            if self._record.began_at is None:
+                self._record = self._record._replace(began_at=session().global_step)
             self._write()
 
     def finish(self, stopped: str, failed: bool) -> None:

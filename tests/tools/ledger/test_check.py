@@ -28,9 +28,8 @@ from torch import nn
 
 from torchhooks import CheckpointSaverHook, MirrorHook, MonitoredLoop
 from torchhooks.__main__ import main
-from torchhooks.common.files import CHECK_PLAN, PLACES
-from torchhooks.data import cursor
-from torchhooks.tools.ledger import checked, keeper, processes
+from torchhooks.common.files import PLACES
+from torchhooks.tools.ledger import CHECK_PLAN, checked, keeper, processes
 from torchhooks.tools.ledger.check import Options, _has_date, prove
 from torchhooks.tools.ledger.keeper import CheckError, Keeper
 from torchhooks.tools.ledger.lines import read_ledgers
@@ -456,7 +455,6 @@ def test_a_loop_under_check_records_everything_saves_often_and_ends_its_process(
     monkeypatch.setattr(checked.Cut, "_walker", Walker())
     monkeypatch.setattr(checked, "placed", files := {"/another/run"})
     monkeypatch.setattr("torchhooks.common.files.placed", files)
-    monkeypatch.setattr(cursor, "short_epochs", None)
     model = nn.Linear(1, 1)
     saver = CheckpointSaverHook(tmp_path / "run", every_n_steps=1000)
     far = MirrorHook(url="memory://another-machine/run")

@@ -1,11 +1,12 @@
 """The examination of the run in which a hook found a NaN, when the same runs are made again.
 
-The flow: a hook finds a NaN and calls :func:`torchhooks.tools.autopsy.request.leave`. In the next process the loop
-calls :func:`plan`, which says from which checkpoint to begin, and with which hooks: an :class:`Examination`, which is
-called before the others, and its ``last``, which is called after them. The same runs are made again, with the same
-bits. From ``_WATCHED`` runs before the one in question, a :class:`torchhooks.tools.autopsy.watching.Watch` looks at
-every operator and every module, and what each run gets is kept until the cause is known. What is found goes into a
-folder, ``nan-81234/``, which :mod:`torchhooks.tools.autopsy.report` writes.
+The flow: a hook finds a NaN, and the extension of the autopsy calls :func:`torchhooks.tools.autopsy.request.leave`. In
+the next process it calls :func:`with_examination`, which says from which checkpoint to begin, and with which hooks: an
+:class:`Examination`, which is called before the others, and its ``last``, which is called after them. The same runs are
+made again, with the same bits. From ``_WATCHED`` runs before the one in question, a
+:class:`torchhooks.tools.autopsy.watching.RunWatcher` looks at every operator and every module, and what each run gets is
+kept until the cause is known. What is found goes into a folder, ``nan-81234/``, which
+:mod:`torchhooks.tools.autopsy.report` writes.
 
 An error of the examination is none of the training run: it ends the examination, which is not made again.
 """
@@ -18,9 +19,9 @@ import io
 import os
 import shutil
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import BinaryIO, NamedTuple, TypeVar
+from typing import BinaryIO, TypeVar
 
 import torch
 
@@ -34,6 +35,7 @@ from torchhooks.common.timers import NEVER, Due
 from torchhooks.device.readback import to_host
 from torchhooks.fetches.names import Value, named_outputs
 from torchhooks.lifecycle.coordinator import Coordinator
+from torchhooks.lifecycle.extension import LoopPlan
 from torchhooks.lifecycle.hook import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues, StandardHook
 from torchhooks.lifecycle.session import Session
 from torchhooks.tools.autopsy import request as requests
@@ -57,62 +59,42 @@ _WATCHED = 5  # runs before the one in question, in which a parameter may have b
 _MOST_ATTEMPTS = 2  # of processes that ended before they had looked at the step, because of the watching or not
 
 
-class ExaminationPlan(NamedTuple):
-    """How a loop begins."""
-
-    checkpoint: str | None
-    """The name of the checkpoint, ``None`` to begin without one."""
-    hooks: tuple[SessionRunHook, ...]
-
-
-def plan(
-    folder: str, checkpoint: str | None, hooks: Sequence[SessionRunHook], counts_runs: bool
-) -> ExaminationPlan | None:
-    """Return how to begin the loop with ``hooks`` whose ``checkpoint_dir`` is ``folder``; ``None`` for as ever.
-
-    Args:
-        checkpoint: the name of the checkpoint that the caller chose, if any.
-        counts_runs: whether each run makes one global step.
-    """
+def with_examination(plan: LoopPlan) -> LoopPlan:
+    """Return ``plan``, changed as the request in its folder wants it; unchanged if there is nothing to examine."""
+    assert plan.folder is not None
     try:
-        request = requests.read_request(folder)
+        request = requests.read_request(plan.folder)
     except ValueError as error:
         logger.warning("no autopsy: %s", error)
-        return None
+        return plan
     if request is None:
-        return None
+        return plan
     try:
-        return _plan(request, folder, checkpoint, hooks, counts_runs)
+        return _with_examination(plan, plan.folder, request)
     except Exception as error:
         logger.warning("no autopsy: %s, which is put aside, cannot be followed", requests.NAME, exc_info=error)
-        requests.give_up(folder, request, brief(error))
-        return None
+        requests.give_up(plan.folder, request, brief(error))
+        return plan
 
 
-def _plan(
-    request: requests.Request,
-    folder: str,
-    checkpoint: str | None,
-    hooks: Sequence[SessionRunHook],
-    counts_runs: bool,
-) -> ExaminationPlan | None:
-    able = [hook for hook in hooks if isinstance(hook, StandardHook) and hook.examined is not None]
-    if not able:
-        return None
-    step = request.step
+def _with_examination(plan: LoopPlan, folder: str, request: requests.Request) -> LoopPlan:
+    examined, step = requests.examined_hooks(plan.hooks), request.step
+    if not examined:
+        return plan
     if request.attempts >= _MOST_ATTEMPTS:
         why = f"{request.attempts} processes began to look at step {step}, and ended before it"
         logger.warning("no autopsy of step %d: %s. No further one tries", step, why)
         requests.give_up(folder, request, why)
         _remove_kept(requests.folder_of(folder, step))
-        return None
-    finder = next((hook for hook in able if requests.hook_name(hook) == request.hook), None)
+        return plan
+    finder = examined.get(request.hook)
     if finder is None:
         logger.warning(
             "no autopsy of step %d: %s is from %s, which the loop does not have. Remove the file, or put the hook back",
             *(step, requests.NAME, request.hook),
         )
-        return None
+        return plan
+    checkpoint = plan.checkpoint
     if checkpoint is None:
         found = _checkpoint_before(folder, step)
         checkpoint, is_before = (None, not list_checkpoints(folder)) if found is None else (found.name, True)
@@ -123,9 +105,10 @@ def _plan(
             "no autopsy of step %d, about which %s is: %s has no checkpoint before it to begin with",
             *(step, requests.NAME, folder if checkpoint is None else checkpoint),
         )
-        return None
-    examination = Examination(request, finder, counts_runs)
-    return ExaminationPlan(checkpoint, (examination, *hooks, examination.last))
+        return plan
+    examination = Examination(request, finder, plan.counts_runs)
+    first, last = (examination, *plan.first), (*plan.last, examination.last)
+    return replace(plan, checkpoint=checkpoint, first=first, last=last)
 
 
 def _checkpoint_before(folder: str, step: int) -> Checkpoint | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import glob
+import itertools
 import json
 import os
 import platform
@@ -16,7 +17,7 @@ import re
 import sys
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import UnionType
@@ -29,6 +30,8 @@ from torchhooks.common.errors import brief
 from torchhooks.common.files import alone_at, replacing
 from torchhooks.common.log import logger
 from torchhooks.common.random_states import random_states
+from torchhooks.fetches.names import describe
+from torchhooks.lifecycle.hook import StandardHook
 from torchhooks.lifecycle.session import Session
 from torchhooks.tools.autopsy.figures import values_in
 
@@ -68,7 +71,7 @@ class Request:
     """:data:`NAN` or :data:`BROKEN_STATE`."""
     message: str
     hook: str
-    """The hook that found the NaN, as :func:`hook_name` names it."""
+    """The hook that found the NaN, by its key in :func:`examined_hooks`."""
     rank: int
     ranks: int
     checkpoint: int | None
@@ -96,9 +99,27 @@ def shown_path(path: str) -> str:
     return path if short.startswith(os.pardir) else short
 
 
-def hook_name(hook: object) -> str:
-    """Return what tells ``hook`` from other hooks, also in another process."""
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(hook))
+def examined_hooks(hooks: Iterable[object]) -> dict[str, StandardHook]:
+    """Return those of ``hooks`` that an autopsy can be about, by a key that tells them apart in every process.
+
+    The key is the name of the hook, or its class and what it looks at. Of several equal ones, all but the first have a
+    number.
+    """
+    found: dict[str, StandardHook] = {}
+    for hook in hooks:
+        if isinstance(hook, StandardHook) and hook.examined is not None:
+            # A repr() may have the address of a function, which is another one in each process.
+            fetch = re.sub(r" at 0x[0-9a-fA-F]+", "", describe(hook.examined))
+            key = hook.name or f"{type(hook).__name__} of {fetch}"
+            keys = itertools.chain([key], (f"{key}, number {number}" for number in itertools.count(2)))
+            found[next(each for each in keys if each not in found)] = hook
+    return found
+
+
+def key_of(hook: object, hooks: Iterable[object]) -> str:
+    """Return the key of ``hook``, one of ``hooks``, in :func:`examined_hooks`."""
+    keys = (key for key, each in examined_hooks(hooks).items() if each is hook)
+    return next(keys, type(hook).__name__)
 
 
 # -- a hook has found a NaN -------------------------------------------------------------------------------------------
@@ -132,7 +153,7 @@ def leave(session: Session, step: int, message: str, hook: object, inputs: Mappi
             step=step,
             kind=NAN,
             message=message,
-            hook=hook_name(hook),
+            hook=key_of(hook, session.loop_hooks),
             rank=session.ranks.rank,
             ranks=session.ranks.size,
             checkpoint=session.saved_step,

@@ -8,3 +8,6 @@ come from, and ``commands`` is ``python -m torchhooks diff``.
 the script. There, ``walk`` reads all that the script holds, and ``code`` what its variables are for. ``verdict`` says
 which differences count, and what they come from. The package is imported on request.
 """
+
+CHECK_PLAN = "TORCHHOOKS_CHECK"
+"""The environment variable by which ``check`` names the file that says what happens in a process of the script."""

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import wraps
 from typing import Any, ClassVar, NoReturn
 
@@ -21,8 +21,9 @@ import torch
 from torchhooks.common.files import placed, replacing
 from torchhooks.common.random_states import random_states, set_random_states
 from torchhooks.common.timers import EveryEpochs, EverySteps
-from torchhooks.data import cursor
+from torchhooks.data.cursor import ItemLimit
 from torchhooks.lifecycle.coordinator import Coordinator
+from torchhooks.lifecycle.extension import LoopPlan
 from torchhooks.lifecycle.hook import PeriodicHook, SessionRunContext, SessionRunHook, SessionRunValues
 from torchhooks.lifecycle.session import Session
 from torchhooks.tools.ledger import as_main
@@ -132,17 +133,26 @@ class Seen:
             return cls()
 
 
-def watched(hooks: tuple[SessionRunHook, ...], plan_file: str, step: object) -> tuple[SessionRunHook, ...]:
-    """Return the hooks of a loop under ``check``, in place of ``hooks``. The loop calls the function ``step``."""
-    plan = ProcessPlan.read(plan_file)
-    if plan.epoch_items:
-        cursor.short_epochs = cursor.ShortEpochs(plan.depth, plan.epoch_items)
+def watched(loop: LoopPlan, file: str) -> LoopPlan:
+    """Return with what a loop begins under ``check``, which has written ``file`` for this process."""
+    plan = ProcessPlan.read(file)
     tell_of_saves()
-    own = [hook for hook in hooks if not hook.leaves_machine]
+    own = [hook for hook in loop.hooks if not leaves_machine(hook)]
     for hook in own:
         if hook.saves_checkpoints and isinstance(hook, PeriodicHook) and not isinstance(hook.timer, EveryEpochs):
             _save_often(hook, max(plan.steps // 10, 1))
-    return (LedgerHook(plan.ledger, what=WHAT), *own, Cut(plan, own, step))
+    return replace(
+        loop,
+        hooks=tuple(own),
+        first=(LedgerHook(plan.ledger, what=WHAT), *loop.first),
+        last=(*loop.last, Cut(plan, own, loop.step)),
+        most_items=ItemLimit(plan.depth, plan.epoch_items) if plan.epoch_items else loop.most_items,
+    )
+
+
+def leaves_machine(hook: SessionRunHook) -> bool:
+    """Return whether ``hook`` writes to another machine, as its attribute ``leaves_machine`` says."""
+    return bool(getattr(hook, "leaves_machine", False))
 
 
 def tell_of_saves() -> None:

@@ -26,9 +26,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from torchhooks.common.files import CHECK_PLAN, PLACES
+from torchhooks.common.files import PLACES
 from torchhooks.common.user_code import is_users_file
-from torchhooks.tools.ledger import as_main
+from torchhooks.tools.ledger import CHECK_PLAN, as_main
 from torchhooks.tools.ledger.checked import ProcessPlan, Seen, tell_of_saves
 from torchhooks.tools.ledger.keeper import Keeper, Start, can_fork
 from torchhooks.tools.ledger.lines import FOLDER

@@ -72,7 +72,7 @@ class MirrorHook(StandardHook):
     """
 
     brings_checkpoints = True
-    leaves_machine = True
+    leaves_machine = True  # python -m torchhooks check leaves such a hook out
 
     def __init__(
         self,

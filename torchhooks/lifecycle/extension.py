@@ -1,0 +1,215 @@
+"""Extensions: what joins every loop of a process, next to the hooks that the script gives to a loop.
+
+A tool that watches a training run from outside is an :class:`Extension`. Its factory is registered once, usually when
+its module is imported, and makes one extension for each loop. The loop calls its methods, and knows nothing else of it:
+
+    plan                        when the loop is created, before the hooks know their folders, names and ranks
+    begin                       before the hooks' begin, which may wait for other ranks
+        start                   after each session was created, also by a recovery
+            found               from a run: a hook has found what another tool should look into
+        finish                  after the hooks' end, before their teardown
+    close                       last, when the ranks have parted
+
+``finish`` and ``close`` are called for each extension of which ``begin`` was called, also if that raised.
+
+An extension never sees runs. One that needs them adds hooks in :meth:`Extension.plan`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+from torchhooks.common.errors import add_note
+from torchhooks.common.text import shown
+from torchhooks.data.cursor import ItemLimit
+from torchhooks.data.position import DataPosition
+from torchhooks.lifecycle.hook import SessionRunHook
+from torchhooks.lifecycle.loop_state import LoopState
+from torchhooks.lifecycle.session import Session
+from torchhooks.lifecycle.settings import LoopSettings
+from torchhooks.ranks.peers import Peers
+from torchhooks.ranks.ranks import LoopRanks
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopPlan:
+    """With what a loop begins. ``dataclasses.replace(plan, last=(*plan.last, hook))`` returns one with another hook.
+
+    Args:
+        hooks: the hooks of the script, which messages number from 0 on. An extension may leave some out.
+        step: the step function of the script; ``None`` without one.
+        folder: the loop's ``checkpoint_dir``, as the script writes it, if that is a folder; otherwise the folder of the
+            checkpoint that it names. ``None`` without one.
+        checkpoint: the name of the checkpoint to begin with; ``None`` for the newest one in ``folder``.
+        counts_runs: whether each run makes one global step, and not the steps of the optimizer.
+        first, last: the hooks of extensions, which are called before and after those of the script.
+        most_items: a limit of the items of all ``until_stop`` of one depth; ``None`` for no limit.
+    """
+
+    hooks: tuple[SessionRunHook, ...] = ()
+    step: Callable[..., Any] | None = None
+    folder: str | None = None
+    checkpoint: str | None = None
+    counts_runs: bool = True
+    first: tuple[SessionRunHook, ...] = ()
+    last: tuple[SessionRunHook, ...] = ()
+    most_items: ItemLimit | None = None
+
+    @property
+    def all_hooks(self) -> tuple[SessionRunHook, ...]:
+        """All hooks, in the order of every call."""
+        return (*self.first, *self.hooks, *self.last)
+
+
+class Training(NamedTuple):
+    """The training run of a loop, before there is a session.
+
+    Args:
+        loop_state: what the loop does, and how far it is.
+        position: how far it is in its data.
+        ranks: the processes that train together, with the ``rank`` of this one.
+        peers: the thread that talks to the other ranks; ``None`` in a process that is alone.
+        checkpoint_dir: the folder from which the loop restores; ``None`` if it does not.
+        saved_to: the folder of the first hook that saves checkpoints, as an absolute path; ``None`` without one.
+    """
+
+    loop_state: LoopState
+    position: DataPosition
+    ranks: LoopRanks
+    peers: Peers | None
+    checkpoint_dir: str | None
+    saved_to: str | None
+
+
+class Finding(NamedTuple):
+    """What a hook has found in a run, for the extensions of the loop.
+
+    Args:
+        step: the global step that the run made.
+        message: what is wrong, in a sentence.
+        hook: the hook.
+        inputs: what the step got, by the names of its parameters; empty if the run is over, or in ``loop.step()``.
+    """
+
+    step: int
+    message: str
+    hook: SessionRunHook
+    inputs: Mapping[str, object]
+
+
+class Extension:
+    """Joins one loop, next to its hooks. Each method does nothing unless a subclass overrides it.
+
+    >>> class Announce(Extension):
+    ...     def start(self, session):
+    ...         print("a loop begins at step", session.global_step)
+    ...
+    ...     def close(self, reason, failed):
+    ...         print("it has ended:", reason)
+    >>> @register_extension
+    ... def make(plan):
+    ...     return Announce()
+    >>> with MonitoredLoop(step, model, optimizer, hooks=[StopAtStepHook(last_step=2)]) as loop:
+    ...     for inputs in loop.until_stop(batches):
+    ...         loss = loop.run(inputs)
+    a loop begins at step 0
+    it has ended: StopAtStepHook: step 2
+    >>> unregister_extension(make)
+
+    An exception of :meth:`plan`, :meth:`begin` or :meth:`start` is one of the loop's constructor. One of :meth:`finish`
+    or :meth:`close` is raised when the loop is closed, after everything else was closed.
+    """
+
+    def plan(self, plan: LoopPlan) -> LoopPlan:
+        """Called first: return with what the loop begins, which is ``plan`` or another plan.
+
+        Extensions are asked in the order in which their factories were registered.
+        """
+        return plan
+
+    def begin(self, training: Training, settings: LoopSettings) -> None:
+        """Called before the hooks' ``begin``, when the other ranks were reached. Open files, start threads."""
+
+    def start(self, session: Session) -> None:
+        """Called for every new session, after the hooks' ``after_create_session``; again after a recovery."""
+
+    def found(self, session: Session, finding: Finding) -> None:
+        """Called in a run when a hook has found something, such as a NaN. On a device, some runs later."""
+
+    def finish(self, reason: str, failed: bool) -> None:
+        """Called before the hooks' ``teardown``. ``reason`` says why the loop has ended, ``failed`` if by an error."""
+
+    def close(self, reason: str, failed: bool) -> None:
+        """Called last, with what :meth:`finish` got, or with an error that came after it. Close what was opened."""
+
+
+Factory = Callable[[LoopPlan], Extension | None]
+"""Returns the extension of a loop that is created; ``None`` for a loop that gets none."""
+_Factory = TypeVar("_Factory", bound=Factory)
+
+_factories: list[Factory] = []
+
+
+def register_extension(factory: _Factory) -> _Factory:
+    """Have every loop that is created from now on ask ``factory(plan)`` for an :class:`Extension`. A decorator, too.
+
+    The factory returns a new extension for the loop, or ``None`` if the loop gets none.
+
+    Raises:
+        TypeError: ``factory`` cannot be called, or is a class of extensions with arguments of its own.
+    """
+    if not callable(factory):
+        raise TypeError(f"register_extension({shown(factory)}): give a function that makes an Extension for a LoopPlan")
+    _factories.append(factory)
+    return factory
+
+
+def unregister_extension(factory: Factory) -> None:
+    """Have no further loop ask ``factory``. Loops that were created keep their extensions.
+
+    Raises:
+        ValueError: it is not registered.
+    """
+    if factory not in _factories:
+        raise ValueError(f"unregister_extension({shown(factory)}): it is not registered")
+    _factories.remove(factory)
+
+
+def planned(plan: LoopPlan) -> tuple[LoopPlan, tuple[Extension, ...]]:
+    """Return with what a loop begins for which the script has ``plan``, and the extensions of the loop.
+
+    Raises:
+        TypeError: a factory or an extension returned something else than it has to.
+    """
+    extensions: list[Extension] = []
+    for factory in [*_factories]:
+        extension = factory(plan)
+        if extension is None:
+            continue
+        if not isinstance(extension, Extension):
+            raise TypeError(f"the factory {shown(factory)} returned {shown(extension)}: return an Extension, or None")
+        plan = called(extension.plan, plan)
+        if not isinstance(plan, LoopPlan):
+            raise TypeError(
+                f"plan of {shown(extension)} returned {shown(plan)}: return the plan that it got, or another LoopPlan, "
+                "such as dataclasses.replace(plan, last=(*plan.last, hook))"
+            )
+        for hook in plan.all_hooks:
+            if not isinstance(hook, SessionRunHook):
+                raise TypeError(f"plan of {shown(extension)} returned a plan with {shown(hook)}, which is no hook")
+        extensions.append(extension)
+    return plan, tuple(extensions)
+
+
+_R = TypeVar("_R")
+
+
+def called(method: Callable[..., _R], *args: object) -> _R:
+    """Return what the ``method`` of an extension returns. An exception gets a note that names the method."""
+    try:
+        return method(*args)
+    except BaseException as error:
+        add_note(error, f"torchhooks: in {method.__qualname__}")
+        raise

@@ -1,0 +1,131 @@
+"""The extensions by which the tools join every loop. Importing this module registers them.
+
+They are small, and import the tools when there is something to do, so that a process that only imports torchhooks
+starts sooner.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from torchhooks.lifecycle.extension import Extension, Finding, LoopPlan, Training, register_extension
+from torchhooks.lifecycle.session import Session
+from torchhooks.lifecycle.settings import LoopSettings
+from torchhooks.tools.ledger import CHECK_PLAN
+
+if TYPE_CHECKING:
+    from torchhooks.tools.run_record import RunRecord
+    from torchhooks.tools.watch.stalls import Watch
+
+
+class CheckExtension(Extension):
+    """Has a loop keep a ledger, and end where ``python -m torchhooks check`` wants it to.
+
+    Args:
+        file: what that command has written for this process.
+    """
+
+    def __init__(self, file: str) -> None:
+        self._file = file
+
+    def plan(self, plan: LoopPlan) -> LoopPlan:
+        from torchhooks.tools.ledger.checked import watched
+
+        return watched(plan, self._file)
+
+
+class AutopsyExtension(Extension):
+    """Leaves a request when a hook has found a NaN, and has the process that starts next look for the cause."""
+
+    _has_request = False
+
+    def plan(self, plan: LoopPlan) -> LoopPlan:
+        # torchhooks.tools.autopsy, which has the name of the file, is not imported before there is a NaN.
+        if plan.folder is None or not os.path.exists(os.path.join(plan.folder, "nan.json")):
+            return plan
+        from torchhooks.tools.autopsy.examination import with_examination
+
+        return with_examination(plan)
+
+    def start(self, session: Session) -> None:
+        self._has_request = False  # a recovery restores a state from before the NaN
+        session.on_checkpoint(lambda folder: self._checkpoint_saved(session, folder))
+
+    def found(self, session: Session, finding: Finding) -> None:
+        from torchhooks.tools.autopsy.request import leave
+
+        self._has_request = leave(session, *finding) or self._has_request
+
+    def _checkpoint_saved(self, session: Session, folder: str) -> None:
+        """Put the request aside: the script has caught the error, and the training has gone on from that state."""
+        if self._has_request and folder == session.checkpoint_dir:  # where the next process resumes
+            self._has_request = False
+            from torchhooks.tools.autopsy.request import put_aside_as_caught
+
+            put_aside_as_caught(session)
+
+
+class WatchExtension(Extension):
+    """Reports a loop that stands still, and tells other processes how far the loop is."""
+
+    _watch: Watch | None = None
+    _record: RunRecord | None = None
+
+    def begin(self, training: Training, settings: LoopSettings) -> None:
+        from torchhooks.tools.run_record import RunRecord
+        from torchhooks.tools.watch.stalls import Watch
+
+        ranks, saved_to = training.ranks, training.saved_to
+        self._watch = watch = Watch(
+            training.loop_state,
+            training.position,
+            ranks,
+            training.peers,
+            saved_to or training.checkpoint_dir,
+            settings.stall_secs,
+            settings.stall_action == "abort",
+        )
+        if saved_to is not None:
+            with suppress(OSError):  # the first save says so
+                os.makedirs(saved_to, exist_ok=True)  # on each rank, for its stacks
+        watch.start()
+        if saved_to is not None and ranks.is_chief:  # not before the watch: the disk may block
+            self._record = record = RunRecord(
+                saved_to, ranks.size, lambda: watch.watched, lambda name: watch.request(name)
+            )
+            record.start()
+            watch.on_change = record.write
+
+    def start(self, session: Session) -> None:
+        if self._record is not None:
+            self._record.begin_session(lambda: session)
+
+    def finish(self, reason: str, failed: bool) -> None:
+        if self._record is not None:
+            self._record.finish(reason, failed)
+
+    def close(self, reason: str, failed: bool) -> None:
+        try:
+            if self._record is not None:
+                self._record.close(reason, failed)
+        finally:
+            if self._watch is not None:  # last: writing the record may hang
+                self._watch.close()
+
+
+@register_extension
+def _check(plan: LoopPlan) -> CheckExtension | None:
+    file = os.environ.get(CHECK_PLAN)
+    return CheckExtension(file) if file else None
+
+
+@register_extension
+def _autopsy(plan: LoopPlan) -> AutopsyExtension:
+    return AutopsyExtension()
+
+
+@register_extension
+def _watch(plan: LoopPlan) -> WatchExtension:
+    return WatchExtension()
