@@ -216,8 +216,8 @@ def test_no_checkpoint_before_the_nan_is_said() -> None:
         (lambda path: (path.unlink(), path.mkdir()), "no autopsy: "),
         (lambda path: path.write_text("{}"), "is not what torchhooks writes: remove it"),
         (
-            lambda path: path.write_text(path.read_text().replace("NanTensorHook('loss')", "NanTensorHook('other')")),
-            "nan.json is from NanTensorHook('other'), which the loop does not have",
+            lambda path: path.write_text(path.read_text().replace("NanTensorHook of loss", "NanTensorHook of other")),
+            "nan.json is from NanTensorHook of other, which the loop does not have",
         ),
     ],
 )

@@ -2,11 +2,10 @@
 
 The flow: a hook finds a NaN, and the extension of the autopsy calls :func:`torchhooks.tools.autopsy.request.leave`. In
 the next process it calls :func:`with_examination`, which says from which checkpoint to begin, and with which hooks: an
-:class:`Examination`, which is called before the others, and its ``last``, which is called after them. The same runs are
-made again, with the same bits. From ``_WATCHED`` runs before the one in question, a
-:class:`torchhooks.tools.autopsy.watching.RunWatcher` looks at every operator and every module, and what each run gets is
-kept until the cause is known. What is found goes into a folder, ``nan-81234/``, which
-:mod:`torchhooks.tools.autopsy.report` writes.
+:class:`ExaminationHook`, which is called before the others, and its ``last``, which is called after them. The same runs
+are made again, with the same bits. From ``_WATCHED`` runs before the one in question, a ``RunWatcher`` looks at every
+operator and every module, and what each run gets is kept until the cause is known. What is found goes into a folder,
+``nan-81234/``, which :mod:`torchhooks.tools.autopsy.report` writes.
 
 An error of the examination is none of the training run: it ends the examination, which is not made again.
 """
@@ -21,7 +20,7 @@ import shutil
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 
@@ -51,7 +50,7 @@ from torchhooks.tools.autopsy.report import (
     report_of_cause,
     write_report,
 )
-from torchhooks.tools.autopsy.watching import RunInputs, Watch, named_state
+from torchhooks.tools.autopsy.watching import RunInputs, RunWatcher, named_state
 
 T = TypeVar("T")
 
@@ -106,8 +105,8 @@ def _with_examination(plan: LoopPlan, folder: str, request: requests.Request) ->
             *(step, requests.NAME, folder if checkpoint is None else checkpoint),
         )
         return plan
-    examination = Examination(request, finder, plan.counts_runs)
-    first, last = (examination, *plan.first), (*plan.last, examination.last)
+    hook = ExaminationHook(request, finder, folder, plan.counts_runs)
+    first, last = (hook, *plan.first), (*plan.last, hook.last)
     return replace(plan, checkpoint=checkpoint, first=first, last=last)
 
 
@@ -146,37 +145,34 @@ class _Disk(Disk):
     def sync_folder(self, path: str) -> None: ...
 
 
-@dataclass
-class _Kept:
-    """What is kept of a run until the cause is known."""
+@dataclass(frozen=True, kw_only=True)
+class _Batch:
+    """What a run gets, kept until the cause is known."""
 
-    checkpoint: str | None = None
-    """The path of the state before the run."""
-    batch: bytes | None = None
-    """The file with what the run gets, as it was before the run."""
-    what: str = ""
+    data: bytes | None
+    """The file, with the values from before the run."""
+    what: str
     """What is in that file."""
     problem: str = ""
     """Why there is none."""
 
 
-class Examination(SessionRunHook):
-    """Watches the runs up to the one that ``request`` is about, and reports on it.
+class ExaminationHook(SessionRunHook):
+    """Examines the runs up to the one that ``request`` is about, in each session of the loop.
 
     The first hook of the loop, so that it has reported when the hook that found the NaN ends the loop.
 
     Args:
         request: what ``nan.json`` contains.
         finder: the hook that wrote it, in this process.
+        folder: the ``checkpoint_dir`` of the loop.
         counts_runs: whether each run makes one global step.
     """
 
-    def __init__(self, request: requests.Request, finder: StandardHook, counts_runs: bool) -> None:
+    def __init__(self, request: requests.Request, finder: StandardHook, folder: str, counts_runs: bool) -> None:
         self._request, self._finder, self._counts_runs = request, finder, counts_runs
-        self._session: Session | None = None
-        self._watch: Watch | None = None
-        self._is_over = self._is_watching = self._is_counted = False
-        self._raw: Value = None
+        self._folder = os.path.abspath(folder)  # a script may change the current directory while it trains
+        self._examination: Examination | None = None
         self.last = _LastHook(self)
         """The hook that is to be called after all others."""
 
@@ -184,189 +180,268 @@ class Examination(SessionRunHook):
         return f"the autopsy of step {self._request.step}"
 
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
-        request = self._request
-        if self._watch is not None:  # of a session that failed in a run, from which the loop recovers
-            self._watch.close()
-        self._session, self._watch = session, Watch(session, self._counts_runs, self._attempt)
-        session.on_error(self._run_failed)
-        self._report = Report(
-            request=request, step=request.step, rank=session.ranks.rank, restored_step=session.global_step
+        failed = self._examination
+        if failed is not None:  # of a session from which the loop recovers
+            failed.close()
+        self._examination = examination = Examination(
+            session,
+            self._request,
+            self._finder,
+            self._folder,
+            counts_runs=self._counts_runs,
+            is_counted=failed is not None and failed.is_counted,
         )
-        self._kept: list[_Kept] = []
-        self._needed: set[int | None] = set()
+        session.on_error(examination.run_failed)
+
+    def next_due(self) -> Due | None:
+        return NEVER if self._examination is None or self._examination.is_over else None
+
+    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
+        assert self._examination is not None
+        return self._examination.begin_run(run_context)
+
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        assert self._examination is not None
+        self._examination.end_step(run_context, run_values.results)
+
+    def after_all(self, run_context: SessionRunContext) -> None:
+        """End the run, for which all other hooks were called."""
+        assert self._examination is not None
+        self._examination.end_run(run_context)
+
+    def teardown(self) -> None:
+        if self._examination is not None:
+            self._examination.end()
+
+
+class _LastHook(SessionRunHook):
+    """Tells the examination that all other hooks were called for a run."""
+
+    def __init__(self, first: ExaminationHook) -> None:
+        self._first = first
+
+    def __repr__(self) -> str:
+        return repr(self._first)
+
+    def next_due(self) -> Due | None:
+        return self._first.next_due()
+
+    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        self._first.after_all(run_context)
+
+
+class Examination:
+    """The examination of the runs of one session. It is over when the report is written, or when it has failed.
+
+    Args:
+        session: the session.
+        request: what ``nan.json`` contains.
+        finder: the hook that wrote it.
+        folder: the ``checkpoint_dir`` of the loop.
+        counts_runs: whether each run makes one global step.
+        is_counted: whether ``nan.json`` says already that this process has begun to watch.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        request: requests.Request,
+        finder: StandardHook,
+        folder: str,
+        *,
+        counts_runs: bool,
+        is_counted: bool,
+    ) -> None:
+        self._session, self._request, self._finder, self._counts_runs = session, request, finder, counts_runs
+        self._checkpoint_dir, self._folder = folder, requests.folder_of(folder, request.step)
+        self._watcher = RunWatcher(session, counts_runs, self._attempt)
+        self._restored_step = session.global_step
+        self._states: list[str | None] = []  # the paths of the states before the runs that are watched
+        self._batches: list[_Batch] = []
+        self._needed: set[int | None] = set()  # the numbers of the runs whose states may be needed
+        self._notes: list[str] = []
         self._error: Exception | None = None
-        self._is_over = session.global_step >= request.step
-        if not self._is_over:
-            self._report.not_finite_at_start = self._attempt(lambda: not_finite(named_state(session))) or []
+        self._is_watching = False  # the run that is made
+        self._raw: Value = None
+        """The value that the hook looks at, as it was evaluated; :attr:`_value` is what the report has of it."""
+        self._value: object = None
+        self._not_finite_first: BrokenState | None = None
+        self._not_finite_at_start: list[str] = []
+        self.is_counted = is_counted
+        self.is_over = session.global_step >= request.step
+        if not self.is_over:
+            self._not_finite_at_start = self._attempt(lambda: not_finite(named_state(session))) or []
             logger.warning(
                 "%s, says %s: the runs from step %d on are made again, to find out where it came from",
                 *(request.message, requests.NAME, session.global_step),
             )
 
-    def next_due(self) -> Due | None:
-        return NEVER if self._is_over else None
-
     def _attempt(self, call: Callable[..., T], *args: object) -> T | None:
         """Return the result of ``call``; ``None`` after an error, after which no other call is made."""
-        assert self._watch is not None
         if self._error is None:
             try:
                 return call(*args)
             except Exception as error:
                 self._error = error
-                self._watch.operations.is_paused = True
+                self._watcher.operations.stop()
         return None
 
     # -- the runs -----------------------------------------------------------------------------------------------------
 
-    def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
-        step = run_context.session.global_step + 1
+    def begin_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
+        """Watch the run that begins, if it is one of the last. Return what is asked of it."""
+        step = self._session.global_step + 1
         self._is_watching = step >= self._request.step - _WATCHED
         if not self._is_watching:
             return None
         is_last = step >= self._request.step
         self._attempt(self._count)
-        self._save_state(run_context.session)
-        self._attempt(self._begin, run_context, is_last)
+        self._save_state()
+        self._attempt(self._watch, run_context, is_last)
         wants_value = is_last or self._request.kind != requests.BROKEN_STATE
         return SessionRunArgs(self._finder.examined) if wants_value else None
 
     def _count(self) -> None:
         """Note that this process has begun to watch, in case that it ends because of it."""
-        assert self._session is not None
-        if not self._is_counted and self._session.ranks.is_chief:
-            self._is_counted = True
+        if not self.is_counted and self._session.ranks.is_chief:
+            self.is_counted = True
             _remove_kept(self._folder)
             counted = replace(self._request, attempts=self._request.attempts + 1)
             requests.write_json(os.path.join(self._checkpoint_dir, requests.NAME), counted)
 
-    def _save_state(self, session: Session) -> None:
+    def _save_state(self) -> None:
         """Save the state before the run, on all ranks together, whatever has failed on this one."""
-        self._kept.append(kept := _Kept())
-        path = os.path.join(self._folder, f".run-{len(self._kept)}", "model.ckpt")
+        session, saved = self._session, None
+        path = os.path.join(self._folder, f".run-{len(self._states) + 1}", "model.ckpt")
         try:
             os.makedirs(os.path.dirname(path), exist_ok=True)
             saver = Saver()
             saver.disk = _Disk()
-            kept.checkpoint = saver.save(session, path, session.global_step)
+            saved = saver.save(session, path, session.global_step)
         except Exception as error:
-            self._report.notes.append(f"The state before step {session.global_step + 1} was not saved: {brief(error)}")
+            self._notes.append(f"The state before step {session.global_step + 1} was not saved: {brief(error)}")
+        self._states.append(saved)
 
-    def _begin(self, run_context: SessionRunContext, is_last: bool) -> None:
-        assert self._watch is not None
-        inputs, kept = RunInputs.of(run_context), self._kept[-1]
-        kept.what = inputs.what
+    def _watch(self, run_context: SessionRunContext, is_last: bool) -> None:
+        inputs, data, problem = RunInputs.of(run_context), None, ""
         try:
             torch.save(inputs.batch, file := io.BytesIO())
-            kept.batch = file.getvalue()
+            data = file.getvalue()
         except Exception as error:
-            kept.problem = f"it cannot be saved: {brief(error)}"
-        self._watch.begin(inputs, is_last)
+            problem = f"it cannot be saved: {brief(error)}"
+        self._batches.append(_Batch(data=data, what=inputs.what, problem=problem))
+        self._watcher.begin(inputs, is_last)
 
-    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
-        self._raw = run_values.results
+    def end_step(self, run_context: SessionRunContext, raw: Value) -> None:
+        """Look at ``raw``, the value that :meth:`begin_run` has asked for."""
+        self._raw, self._value = raw, None
         if self._is_watching and self._request.kind == requests.NAN:
             self._conclude(run_context)
 
-    def after_all(self, run_context: SessionRunContext) -> None:
-        """End the run, for which all other hooks were called."""
+    def end_run(self, run_context: SessionRunContext) -> None:
+        """Watch the run no longer, now that all other hooks were called."""
         if self._is_watching and self._request.kind == requests.BROKEN_STATE:
             self._conclude(run_context)
-        if not self._is_over:
-            self._attempt(self._end_run, run_context.session)
+        if not self.is_over:
+            self._attempt(self._end_run)
 
-    def _end_run(self, session: Session) -> None:
-        assert self._watch is not None
+    def _end_run(self) -> None:
         if self._is_watching:
-            self._watch.end(session.global_step)
+            self._watcher.end(self._session.global_step, self._value)
         self._note_state()
         if self._is_watching:
-            self._needed = {*self._watch.operations.runs_of_values(), self._broken_run()}
+            self._needed = {*self._watcher.operations.runs_of_values(), self._broken_run()}
 
     def _conclude(self, run_context: SessionRunContext) -> None:
         """Report, if this is the run in question, or if the examination has failed on any rank."""
-        session, watch, raw = run_context.session, self._watch, self._raw
-        assert watch is not None
-        with watch.paused():
-            problem = self._attempt(self._problem, session, raw)
+        session, step = self._session, self._session.global_step
+        with self._watcher.operations.paused():
+            problem = self._attempt(self._problem)
             found = session.ranks.gather((problem, self._failure(), self._needed), "an autopsy")
             self._remove_states({number for _, _, needed in found for number in needed})
-            is_past = session.global_step >= self._request.step + (not self._counts_runs)
+            is_past = step >= self._request.step + (not self._counts_runs)
             came_back = any(each is not None for each, _, _ in found)
             failed = [(rank, text) for rank, (_, text, _) in enumerate(found) if text is not None]
             if not failed and (came_back or is_past):
-                self._attempt(self._complete, session, raw, came_back, run_context.inputs())
-                self._report.problem = problem
-                ended = session.ranks.gather(self._failure() or self._report, "the report of an autopsy")
+                report = self._attempt(self._report_run, problem, came_back, run_context.inputs())
+                ended = session.ranks.gather(self._failure() or report, "the report of an autopsy")
                 failed = [(rank, text) for rank, text in enumerate(ended) if isinstance(text, str)]
                 if not failed:
-                    self._attempt(self._write, [each for each in ended if isinstance(each, Report)])
+                    self._attempt(self._write, step, [each for each in ended if isinstance(each, Report)])
                     failed = [] if self._error is None else [(session.ranks.rank, self._failure() or "")]
             if failed:
                 self._give_up(*failed[0])
 
-    def _problem(self, session: Session, raw: Value) -> str | None:
-        """Return what is wrong after the step that is made, whose value is ``raw``."""
-        value = to_host(raw)
-        assert self._watch is not None
-        assert self._watch.run is not None  # before_run began it, or this is not called
-        self._watch.run.value = plain(value)
+    def _problem(self) -> str | None:
+        """Return what is wrong after the step that is made."""
+        step, value = self._session.global_step, to_host(self._raw)
+        self._value = plain(value)
         if self._request.kind == requests.NAN:
-            return None if raw is None else self._finder.why_examined(session.global_step, value)
+            return None if self._raw is None else self._finder.why_examined(step, value)
         self._note_state()
-        broken = self._report.not_finite_first
-        return None if broken is None else f"{broken.names[0]} is not finite after step {session.global_step}"
+        broken = self._not_finite_first
+        return None if broken is None else f"{broken.names[0]} is not finite after step {step}"
 
     def _note_state(self) -> None:
         """Note the first parameters and buffers that are not finite, and were at the start."""
-        session = self._session
-        assert session is not None
-        if self._report.not_finite_first is None:
-            bad = not_finite(named_state(session))
-            new = [name for name in bad if name not in self._report.not_finite_at_start]
+        if self._not_finite_first is None:
+            new = [name for name in not_finite(named_state(self._session)) if name not in self._not_finite_at_start]
             if new:
-                step = session.global_step
-                self._report.not_finite_first = BrokenState(step=step, when=f"since step {step}", names=new)
+                step = self._session.global_step
+                self._not_finite_first = BrokenState(step=step, when=f"since step {step}", names=new)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def _complete(self, session: Session, raw: Value, came_back: bool, inputs: dict[str, Value]) -> None:
-        """Fill the report of this rank, after the run in question."""
-        report, watch, outputs = self._report, self._watch, session.outputs
-        assert watch is not None
-        report.came_back = came_back
-        report.origin = self._origin(session, raw, outputs)
-        watch.end(session.global_step)
+    def _report_run(self, problem: str | None, came_back: bool, inputs: dict[str, Value]) -> Report:
+        """Return the report of this rank on the run in question, which got ``inputs``."""
+        session, outputs = self._session, self._session.outputs
+        origin = self._origin(outputs)
+        self._watcher.end(session.global_step, self._value)
         self._note_state()
-        report.outputs = {name: plain(to_host(output)) for name, output in named_outputs(outputs).items()}
-        report.digests = requests.digests(session, session.global_step, inputs)
-        report.environment = requests.environment(session)
-        self._fill(session.global_step)
+        return self._report(
+            session.global_step,
+            origin,
+            came_back=came_back,
+            problem=problem,
+            outputs={name: plain(to_host(output)) for name, output in named_outputs(outputs).items()},
+            digests=requests.digests(session, session.global_step, inputs),
+            environment=requests.environment(session),
+        )
 
-    def _fill(self, step: int) -> None:
-        report, watch = self._report, self._watch
-        assert watch is not None
-        report.step, report.runs, report.eager, report.watched_from = step, watch.runs, watch.eager, watch.watched_from
-        if report.origin is not None:
-            report.run = report.origin.run
-        if (report.origin is None or report.origin.phase == "before") and self._broken_run() is not None:
-            report.run = self._broken_run() or 0
-        report.batch_file = _about_batch(self._kept[report.run], report.rank)
-        if watch.operations.unreadable:
-            report.notes.append(f"The results of {watch.operations.unreadable} operators could not be looked at.")
+    def _report(self, step: int, origin: Origin | None, *notes: str, **known: Any) -> Report:
+        """Return the report on the runs up to that of ``step``, which is over, with what else is ``known``."""
+        watcher, run = self._watcher, -1 if origin is None else origin.run
+        broken_run = self._broken_run()
+        if (origin is None or origin.phase == "before") and broken_run is not None:
+            run = broken_run
+        unreadable = watcher.operations.unreadable
+        about = [f"The results of {unreadable} operators could not be looked at."] if unreadable else []
+        return Report(
+            request=self._request,
+            step=step,
+            rank=self._session.ranks.rank,
+            restored_step=self._restored_step,
+            origin=origin,
+            run=run,
+            runs=watcher.runs,
+            eager=watcher.eager,
+            watched_from=watcher.watched_from,
+            not_finite_at_start=self._not_finite_at_start,
+            not_finite_first=self._not_finite_first,
+            batch_file=_about_batch(self._batches[run], self._session.ranks.rank),
+            notes=[*self._notes, *notes, *about],
+            **known,
+        )
 
     def _broken_run(self) -> int | None:
         """Return the number of the run in which the state broke, as of compiled code, which cannot be watched."""
-        assert self._watch is not None
-        broken = self._report.not_finite_first
-        steps = [run.step for run in self._watch.runs]
+        broken, steps = self._not_finite_first, [run.step for run in self._watcher.runs]
         return steps.index(broken.step) if broken is not None and broken.step in steps else None
 
-    def _origin(self, session: Session, raw: Value, outputs: Value) -> Origin | None:
+    def _origin(self, outputs: Value) -> Origin | None:
         """Return the origin of the value in question, or else of what is not finite after the step."""
-        assert self._watch is not None
-        operations = self._watch.operations
-        for value in (raw, outputs):
+        operations, session = self._watcher.operations, self._session
+        for value in (self._raw, outputs):
             if (found := operations.origin_of(value)) is not None:
                 return found
         if (found := operations.read()) is not None:  # the step has made a number of it
@@ -374,88 +449,82 @@ class Examination(SessionRunHook):
         grads = [] if session.model is None else [parameter.grad for parameter in session.model.parameters()]
         return operations.origin_of(grads) or operations.origin_of([each for _, each in named_state(session)])
 
-    def teardown(self) -> None:
-        session, watch = self._session, self._watch
-        if session is None or watch is None:
-            return
-        watch.close()
-        if self._is_over:
-            return
-        self._attempt(self._end_early, session)
-        if self._error is not None:
-            self._give_up(session.ranks.rank, self._failure() or "")
+    def close(self) -> None:
+        """Watch no run any more."""
+        self._watcher.close()
 
-    def _end_early(self, session: Session) -> None:
-        """Say that there is no report."""
+    def end(self) -> None:
+        """Watch no run any more, because the loop ends. Say so if there is no report."""
+        self.close()
+        if not self.is_over:
+            self._attempt(self._end_early)
+            if self._error is not None:
+                self._give_up(self._session.ranks.rank, self._failure() or "")
+
+    def _end_early(self) -> None:
+        session, request = self._session, self._request
         logger.warning(
-            "no autopsy was made: the loop ended at step %d, before step %d",
-            *(session.global_step, self._request.step),
+            "no autopsy was made: the loop ended at step %d, before step %d", session.global_step, request.step
         )
-        if session.ranks.is_chief and self._is_counted:
+        if session.ranks.is_chief and self.is_counted:
             _remove_kept(self._folder)
             if not isinstance(session.failure, Exception):  # the watching has not ended the loop
-                requests.write_json(os.path.join(self._checkpoint_dir, requests.NAME), self._request)
+                requests.write_json(os.path.join(self._checkpoint_dir, requests.NAME), request)
 
-    def _run_failed(self, error: BaseException) -> None:
+    def run_failed(self, error: BaseException) -> None:
         """Report on the run that raised ``error``, as an assertion of the script does, if something was not finite.
 
         Called at once: what the frames of the error refer to is gone when the script has caught it.
         """
-        session, watch = self._session, self._watch
-        assert session is not None
-        assert watch is not None
-        if watch.run is None or self._is_over:
+        watcher = self._watcher
+        if watcher.step is None or self.is_over:
             return
         # Not after a Ctrl-C, which leaves whatever the step was in the middle of.
-        origin = self._attempt(self._origin_of_error, session, watch, error) if isinstance(error, Exception) else None
+        origin = self._attempt(self._origin_of_error, error) if isinstance(error, Exception) else None
         if origin is not None:
-            self._attempt(self._report_error, session, watch, origin)
+            self._attempt(self._report_error, origin)
         else:  # the script may catch the error, and go on
-            self._attempt(watch.end, watch.run.step)
-        watch.close()
+            self._attempt(watcher.end, watcher.step)
+        watcher.close()
 
-    def _report_error(self, session: Session, watch: Watch, origin: Origin) -> None:
-        report = self._report
-        report.origin = origin
-        report.notes.append("The step did not return, so the cause is the first of what was not finite by then.")
-        step = session.global_step + 1
-        watch.end(step)
-        self._fill(step)
-        report.problem = "the step raised an error"
-        self._write([report])
+    def _report_error(self, origin: Origin) -> None:
+        step = self._session.global_step + 1
+        self._watcher.end(step)
+        note = "The step did not return, so the cause is the first of what was not finite by then."
+        self._write(step, [self._report(step, origin, note, problem="the step raised an error")])
 
-    def _origin_of_error(self, session: Session, watch: Watch, error: Exception) -> Origin | None:
-        found = watch.operations.read() or watch.operations.first_alive()
+    def _origin_of_error(self, error: Exception) -> Origin | None:
+        operations = self._watcher.operations
+        found = operations.read() or operations.first_alive()
         is_nan = found is not None and (found.kind == "NaN" or found.became_nan is not None)
         # The infinities of a mask say nothing about an error such as that of a full device, or of another rank.
-        is_own = session.global_step + 1 >= self._request.step and not isinstance(error, PeerError)
+        is_own = self._session.global_step + 1 >= self._request.step and not isinstance(error, PeerError)
         return found if is_nan or is_own else None
 
-    def _write(self, reports: list[Report]) -> None:
+    def _write(self, step: int, reports: list[Report]) -> None:
         """Write the report, put ``nan.json`` aside, and ask the next process to look further back if that is needed.
 
-        ``reports`` are those of all ranks. After an error of the step, the other ranks may not be there, so that each
-        writes its own.
+        ``reports`` are those of all ranks about ``step``. After an error of the step, the other ranks may not be there,
+        so that each writes its own.
         """
         session = self._session
-        assert session is not None
-        self._is_over = True
-        requests.note_examined(session, self._report.step)
+        self.is_over = True
+        requests.note_examined(session, step)
         is_gathered, rank = len(reports) == session.ranks.size, session.ranks.rank
         suffix = f"-{rank}" if rank else ""
-        report = report_of_cause(reports)
-        kept = self._kept[report.run]
+        found = report_of_cause(reports)
+        state, batch = self._states[found.run], self._batches[found.run]
         path = os.path.join(self._folder, f"report{'' if is_gathered else suffix}.md")
-        report.state = None if kept.checkpoint is None else os.path.basename(kept.checkpoint)
-        report.lines = lines_of(report, path)
+        found = replace(found, state=None if state is None else os.path.basename(state))
+        report = replace(found, lines=lines_of(found, path))
         is_writer, is_written = session.ranks.is_chief or not is_gathered, False
         try:
             os.makedirs(self._folder, exist_ok=True)
-            if kept.batch is not None:
-                requests.write(os.path.join(self._folder, f"batch{suffix}.pt"), kept.batch)
+            if batch.data is not None:
+                requests.write(os.path.join(self._folder, f"batch{suffix}.pt"), batch.data)
             if is_writer:
                 with requests.alone_in(self._checkpoint_dir):
-                    self._move_state(kept, is_gathered)
+                    self._move_state(state, is_gathered)
                     write_report(path, report)
                     requests.put_aside(self._checkpoint_dir, self._request)
                     if (earlier := earlier_request(report)) is not None:
@@ -466,12 +535,12 @@ class Examination(SessionRunHook):
         for line in report.lines[: None if is_written else -1] if is_writer else ():  # the last one is where it is
             logger.warning("%s", line)
 
-    def _move_state(self, kept: _Kept, is_gathered: bool) -> None:
+    def _move_state(self, state: str | None, is_gathered: bool) -> None:
         """Put the state before the run next to the report, and remove what else was kept."""
-        if kept.checkpoint is not None and os.path.isdir(kept.checkpoint):  # another rank may have moved it
-            place = os.path.join(self._folder, os.path.basename(kept.checkpoint))
+        if state is not None and os.path.isdir(state):  # another rank may have moved it
+            place = os.path.join(self._folder, os.path.basename(state))
             _remove(place)
-            os.replace(kept.checkpoint, place)
+            os.replace(state, place)
         if is_gathered:
             _remove_kept(self._folder)
 
@@ -481,11 +550,9 @@ class Examination(SessionRunHook):
 
     def _give_up(self, rank: int, why: str) -> None:
         """End the examination, which has failed on ``rank``, and have no other process make it."""
-        session, watch = self._session, self._watch
-        assert session is not None
-        assert watch is not None
-        self._is_over = True
-        watch.close()
+        session = self._session
+        self.is_over = True
+        self.close()
         requests.note_examined(session, self._request.step)
         where = f" on rank {rank}" if session.ranks.size > 1 else ""
         logger.warning(
@@ -497,40 +564,12 @@ class Examination(SessionRunHook):
             _remove_kept(self._folder)
             requests.give_up(self._checkpoint_dir, self._request, why)
 
-    # -- files --------------------------------------------------------------------------------------------------------
-
-    @property
-    def _checkpoint_dir(self) -> str:
-        assert self._session is not None
-        assert self._session.checkpoint_dir is not None
-        return self._session.checkpoint_dir
-
-    @property
-    def _folder(self) -> str:
-        return requests.folder_of(self._checkpoint_dir, self._request.step)
-
     def _remove_states(self, needed: set[int | None]) -> None:
         """Remove what was kept of the runs before this one, but for those that are ``needed`` on any rank."""
-        for number, kept in enumerate(self._kept[:-1]):
-            if number not in needed and kept.checkpoint is not None:
-                _remove(os.path.dirname(kept.checkpoint))
-                kept.checkpoint = None
-
-
-class _LastHook(SessionRunHook):
-    """Tells the examination that all other hooks were called for a run."""
-
-    def __init__(self, examination: Examination) -> None:
-        self._examination = examination
-
-    def __repr__(self) -> str:
-        return repr(self._examination)
-
-    def next_due(self) -> Due | None:
-        return self._examination.next_due()
-
-    def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
-        self._examination.after_all(run_context)
+        for number, state in enumerate(self._states[:-1]):
+            if number not in needed and state is not None:
+                _remove(os.path.dirname(state))
+                self._states[number] = None
 
 
 def _remove_kept(folder: str) -> None:
@@ -544,13 +583,13 @@ def _remove(path: str) -> None:
         shutil.rmtree(path)
 
 
-def _about_batch(kept: _Kept, rank: int) -> BatchFile:
+def _about_batch(batch: _Batch, rank: int) -> BatchFile:
     """Return what to say of ``batch.pt``, the file of what the run got."""
-    if kept.batch is None:
-        return BatchFile(missing=kept.problem)
+    if batch.data is None:
+        return BatchFile(missing=batch.problem)
     try:
-        torch.load(io.BytesIO(kept.batch), weights_only=True, map_location="cpu")
+        torch.load(io.BytesIO(batch.data), weights_only=True, map_location="cpu")
         is_plain = True
     except Exception:
         is_plain = False
-    return BatchFile(file=f"batch-{rank}.pt" if rank else "batch.pt", what=kept.what, weights_only=is_plain)
+    return BatchFile(file=f"batch-{rank}.pt" if rank else "batch.pt", what=batch.what, weights_only=is_plain)

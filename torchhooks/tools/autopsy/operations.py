@@ -10,13 +10,14 @@ at each of them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import linecache
 import math
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -159,6 +160,19 @@ class Operations(TorchDispatchMode):
         self.unreadable = 0
         """How many operators had results that could not be looked at."""
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not look at the operators inside this ``with`` block, which are those of torchhooks."""
+        before, self.is_paused = self.is_paused, True
+        try:
+            yield
+        finally:
+            self.is_paused = before
+
+    def stop(self) -> None:
+        """Look at no operator any more."""
+        self.is_paused = True
+
     def begin(
         self, run: int, step: int, named: Iterable[tuple[str, torch.Tensor]], inputs: Iterable[tuple[str, torch.Tensor]]
     ) -> None:
@@ -188,8 +202,7 @@ class Operations(TorchDispatchMode):
             part = part_of(tensor)
             self._names.setdefault(part.data_ptr(), name)
             if has_numbers(part) and not is_finite(part):
-                self._origins[part] = origin = self._was_there(name, part)
-                origin.phase = "data"
+                self._origins[part] = origin = self._was_there(name, part, "data")
                 self._data.append(origin)
 
     def end(self, step: int) -> None:
@@ -352,28 +365,42 @@ class Operations(TorchDispatchMode):
                 found += [] if known is None else [(known.kind, known)]
             elif not is_finite(each):
                 if known is None:
-                    self._origins[each] = known = self._was_there(self._name(each), each)
-                    if known.tensor is None:
-                        known.source = _source(_line(False))
+                    name = self._name(each)
+                    # Of a tensor without a name, the line of the script says which one it is.
+                    source = _source(_line(False)) if name is None else None
+                    self._origins[each] = known = self._was_there(name, each, source=source)
                 found.append((kind_of(each), known))
         return _first(found)
 
     def _name(self, tensor: torch.Tensor) -> str | None:
         return self._names.get(tensor.data_ptr()) or self._names.get(tensor.untyped_storage().data_ptr())
 
-    def _was_there(self, name: str | None, tensor: torch.Tensor) -> Origin:
-        kind, outputs = kind_of(tensor), [Figures.of(tensor)]
+    def _was_there(
+        self, name: str | None, tensor: torch.Tensor, phase: str = "before", source: Source | None = None
+    ) -> Origin:
+        """Return the origin of ``tensor``, which no operator of the run has made."""
+        kind = kind_of(tensor)
         for origin in self._data:  # no operator makes a tensor of an array
             if origin.tensor == name or (name is None and origin.kind == kind):
                 return origin
-        origin = Origin(len(self.found), self._run, self._step, "before", kind, tensor=name, outputs=outputs)
-        self.found.append(origin)
-        return origin
+        return self._new(phase, kind, tensor=name, source=source, outputs=[Figures.of(tensor)])
 
     def _was_unwritten(self, tensor: torch.Tensor, operation: str, place: _Place) -> Origin:
-        origin = self._was_there(self._name(tensor) or "", tensor)
-        origin.phase, origin.operation, origin.is_unwritten = self._phase(_node()), operation, True
-        origin.tensor, origin.module, origin.source = origin.tensor or None, place.module, _source(place.line)
+        """Return the origin of ``tensor``, whose memory ``operation`` has reserved at ``place``."""
+        return self._new(
+            self._phase(_node()),
+            kind_of(tensor),
+            operation=operation,
+            is_unwritten=True,
+            module=place.module,
+            source=_source(place.line),
+            tensor=self._name(tensor),
+            outputs=[Figures.of(tensor)],
+        )
+
+    def _new(self, phase: str, kind: str, **known: Any) -> Origin:
+        origin = Origin(len(self.found), self._run, self._step, phase, kind, **known)
+        self.found.append(origin)
         return origin
 
     def _made(
@@ -386,19 +413,26 @@ class Operations(TorchDispatchMode):
         kind: str,
     ) -> Origin:
         node = _node()
-        origin = Origin(len(self.found), self._run, self._step, self._phase(node), kind, operation=str(func))
         place, names = self._place(node), [self._name(each) for each in bad]
-        if node is not None:
-            origin.node = node.name()
-            if place.line is None and (variable := getattr(node, "variable", None)) is not None:  # it adds gradients
-                place, names = _Place(None, _line(False)), [f"the gradient of {self._name(part_of(variable))}"]
-        origin.module, origin.source = place.module, _source(place.line)
-        origin.tensor = next(filter(None, names), None)
-        origin.numbers = _odd_numbers(func, call)
+        if node is not None and place.line is None and (variable := getattr(node, "variable", None)) is not None:
+            # It adds gradients.
+            place, names = _Place(None, _line(False)), [f"the gradient of {self._name(part_of(variable))}"]
         changed = {_memory(each) for each in written}
-        origin.inputs = [Figures.of(each) for each in given if _memory(each) not in changed][:MOST_FIGURES]
-        origin.outputs = [Figures.of(each) for each in bad[:MOST_FIGURES]]
-        return origin
+        return Origin(
+            len(self.found),
+            self._run,
+            self._step,
+            self._phase(node),
+            kind,
+            operation=str(func),
+            module=place.module,
+            source=_source(place.line),
+            node=None if node is None else node.name(),
+            tensor=next(filter(None, names), None),
+            numbers=_odd_numbers(func, call),
+            inputs=[Figures.of(each) for each in given if _memory(each) not in changed][:MOST_FIGURES],
+            outputs=[Figures.of(each) for each in bad[:MOST_FIGURES]],
+        )
 
     def _phase(self, node: Node | None) -> str:
         if _is_in_optimizer():

@@ -125,11 +125,9 @@ def _all_finite(figures: list[Figures]) -> bool:
 
 def report_of_cause(reports: list[Report]) -> Report:
     """Return the report of the rank that has the cause, with a summary of the others."""
-    report = min(reports, key=_order)
-    report.of_ranks = len(reports)
-    if len(reports) > 1:
-        report.ranks = [RankSummary(each.rank, each.problem, each.origin) for each in reports]
-    return report
+    several = reports if len(reports) > 1 else []
+    ranks = [RankSummary(each.rank, each.problem, each.origin) for each in several]
+    return replace(min(reports, key=_order), of_ranks=len(reports), ranks=ranks)
 
 
 def write_report(path: str, report: Report) -> None:

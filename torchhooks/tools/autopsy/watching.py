@@ -65,7 +65,7 @@ class ModuleCall:
     outputs: list[Figures]
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class WatchedRun:
     """The figures of one run."""
 
@@ -110,7 +110,18 @@ def _eager() -> Iterator[None]:
                 _eager_stance.close()
 
 
-class Watch:
+class _BegunRun(NamedTuple):
+    """The run that is watched."""
+
+    step: int
+    state: dict[str, Figures]
+    epoch: int | None
+    item: int | None
+    modules: list[ModuleCall]
+    optimizer: OptimizerSteps
+
+
+class RunWatcher:
     """Watches runs of ``session``, one at a time: :meth:`begin` one, and :meth:`end` it.
 
     Args:
@@ -122,78 +133,104 @@ class Watch:
     def __init__(self, session: Session, counts_runs: bool, attempt: Attempt) -> None:
         self._session, self._counts_runs, self._attempt = session, counts_runs, attempt
         self._stack = ExitStack()
-        self._modules = Modules(session.model, self.paused, attempt)
-        self.operations = Operations(self._modules.path, self._is_step_made)
+        self.operations = Operations(lambda: self._modules.path(), self._is_step_made)
+        self._modules = Modules(session.model, self.operations.paused, attempt)
+        self._begun: _BegunRun | None = None
         self.runs: list[WatchedRun] = []
         """The runs that are over."""
-        self.run: WatchedRun | None = None
-        """The run that is watched."""
         self.eager = False
         """Whether compiled code was run as Python instead."""
         self.watched_from: int | None = None
         """The first step whose operators were watched."""
+
+    @property
+    def step(self) -> int | None:
+        """The global step that the run which is watched is to make; ``None`` if none is watched."""
+        return None if self._begun is None else self._begun.step
 
     def begin(self, inputs: RunInputs, is_last: bool) -> None:
         """Watch the run that begins."""
         session, is_compiled = self._session, _uses_compiler(self._session.model)
         step, named = session.global_step + 1, named_state(session)
         state = {name: Figures.of(tensor) for name, tensor in named}
-        self.run = WatchedRun(step=step, state=state, epoch=session.epoch, item=session.batch)
-        self._watch_optimizer(self.run)
+        optimizer = OptimizerSteps(session, self.operations.paused, self._attempt)
+        self._begun = _BegunRun(step, state, session.epoch, session.batch, [], optimizer)
+        self._stack.enter_context(optimizer.watched())
         if is_compiled and not is_last:
             return  # compiled code is not seen, and would be another code if it were
         self.eager = is_compiled
         # Also for what the step compiles first in this run, and for operators that compile themselves.
         self._stack.enter_context(_eager())
         self.watched_from = self.watched_from or step
-        self._modules.open(self.run.modules)
+        self._modules.open(self._begun.modules)
         self._stack.callback(self._modules.close)
         self.operations.begin(len(self.runs), step, named, inputs.tensors())
         self._stack.enter_context(self.operations)
 
-    def end(self, step: int) -> None:
-        """Watch nothing, now that the run is over, which has made the global step ``step``."""
-        assert self.run is not None
+    def end(self, step: int, value: object = None) -> None:
+        """Watch nothing, now that the run is over, which has made the global step ``step``, with ``value``."""
         self.close()
-        run, self.run = self.run, None
-        self.runs.append(run)
-        run.step = step
+        begun, self._begun = self._begun, None
+        assert begun is not None, "end() without begin()"
         self.operations.end(step)
-        run.gradients = run.gradients or _gradient_norms(self._session)
-        run.gradient_norm = math.sqrt(sum(norm * norm for norm in run.gradients.values())) if run.gradients else None
-        run.lr = run.lr or _lr(self._session)
+        optimizer = begun.optimizer
+        gradients = optimizer.gradients or _gradient_norms(self._session)
+        self.runs.append(
+            WatchedRun(
+                step=step,
+                state=begun.state,
+                epoch=begun.epoch,
+                item=begun.item,
+                modules=begun.modules,
+                gradients=gradients,
+                gradient_norm=math.sqrt(sum(norm * norm for norm in gradients.values())) if gradients else None,
+                optimizer_steps=optimizer.count,
+                lr=optimizer.lr or _lr(self._session),
+                value=value,
+            )
+        )
 
     def close(self) -> None:
         """Remove all hooks."""
         self._stack.close()
 
-    def _watch_optimizer(self, run: WatchedRun) -> None:
-        def look() -> None:
-            with self.paused():
-                run.gradients, run.lr = _gradient_norms(self._session), _lr(self._session)
-
-        def on_begin(*_: object) -> None:
-            self._attempt(look)
-
-        def on_end(*_: object) -> None:
-            run.optimizer_steps += 1
-
-        optimizer = self._session.optimizer
-        if optimizer is not None and hasattr(optimizer, "register_step_pre_hook"):
-            self._stack.callback(optimizer.register_step_pre_hook(on_begin).remove)
-            self._stack.callback(register_step_post_hook(optimizer, on_end).remove)
-
     def _is_step_made(self) -> bool:
-        return self._counts_runs and self.run is not None and self._session.global_step >= self.run.step
+        return self._counts_runs and self.step is not None and self._session.global_step >= self.step
+
+
+class OptimizerSteps:
+    """What the optimizer of ``session`` does in one run: how often it steps, and with what the last time.
+
+    Args:
+        session: the session of the run.
+        paused: ``paused()`` is entered while figures are computed.
+        attempt: computes the figures.
+    """
+
+    def __init__(self, session: Session, paused: Callable[[], AbstractContextManager[None]], attempt: Attempt) -> None:
+        self._session, self._paused, self._attempt = session, paused, attempt
+        self.count = 0
+        self.gradients: dict[str, float] = {}
+        """The norms of the gradients, by the name of the parameter."""
+        self.lr: list[float] = []
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Do not look at the operators inside this ``with`` block, which are those of torchhooks."""
-        before, self.operations.is_paused = self.operations.is_paused, True
-        try:
+    def watched(self) -> Iterator[None]:
+        """Watch the optimizer inside this ``with`` block."""
+        optimizer = self._session.optimizer
+        with ExitStack() as stack:
+            if optimizer is not None and hasattr(optimizer, "register_step_pre_hook"):
+                before = optimizer.register_step_pre_hook(lambda *_: self._attempt(self._look))
+                stack.callback(before.remove)
+                stack.callback(register_step_post_hook(optimizer, self._count).remove)
             yield
-        finally:
-            self.operations.is_paused = before
+
+    def _look(self) -> None:
+        with self._paused():
+            self.gradients, self.lr = _gradient_norms(self._session), _lr(self._session)
+
+    def _count(self, *_: object) -> None:
+        self.count += 1
 
 
 class Modules:
