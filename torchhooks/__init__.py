@@ -117,8 +117,8 @@ else:  # not for type checkers, which would let every name pass
         return installed_version()
 
 
-if importlib.util.find_spec("torchhooks.tools.plugins") is not None:
-    importlib.import_module("torchhooks.tools.plugins")
+if importlib.util.find_spec("torchhooks.tools") is not None:  # nothing else needs that folder
+    import torchhooks.tools.plugins  # noqa: F401 - after all that it imports
 
 
 __all__ = [

@@ -1,19 +1,17 @@
 """The command ``python -m torchhooks``: what is in a folder of checkpoints, and how the training run there is doing.
 
-``checkpoints`` and ``nan`` are here, ``status`` and ``mirror`` in ``mirror.commands``, ``diff`` in ``ledger.commands``,
-``stacks`` in ``watch.commands``.
+``checkpoints`` is here. The other commands belong to the tools: see :mod:`torchhooks.tools.commands`.
 """
 
 from __future__ import annotations
 
 import argparse
-import glob
+import importlib.util
 import os
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
 
@@ -24,10 +22,6 @@ from torchhooks.common.checks import check_exists
 from torchhooks.common.errors import CheckpointError, DamagedCheckpointError
 from torchhooks.common.files import replacing
 from torchhooks.common.text import installed_version, json_text, plain, print_error
-from torchhooks.tools.autopsy import request as requests
-from torchhooks.tools.ledger import commands as of_ledgers
-from torchhooks.tools.mirror import commands as of_runs
-from torchhooks.tools.watch import commands as of_watches
 
 
 def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
@@ -43,12 +37,10 @@ def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
         help="write the state_dict() of the model in the newest undamaged checkpoint, with the names of the bare model",
     )
     command.set_defaults(call=lambda given: _checkpoints(given.path, given.export, given.json))
-    command = commands.add_parser("nan", help="print where a NaN came from, as far as that is known")
-    command.add_argument("path", help="the checkpoint_dir of the training run")
-    command.set_defaults(call=lambda given: _nan(given.path, given.json))
-    of_runs.add_commands(commands)
-    of_ledgers.add_commands(commands)
-    of_watches.add_commands(commands)
+    if importlib.util.find_spec("torchhooks.tools") is not None:
+        from torchhooks.tools.commands import add_commands
+
+        add_commands(commands)
     for command in commands.choices.values():
         command.add_argument("--json", action="store_true", help="print one JSON object, as in torchhooks/schemas")
     return parser, commands.choices
@@ -126,32 +118,6 @@ def _export(path: str, file: str) -> None:
         raise CheckpointError(f"{path} has no model: nothing is exported")
     with replacing(file) as temporary:
         torch.save(bare_state(saved["model"]), temporary)
-
-
-def _nan(path: str, as_json: bool) -> int:
-    """Print the question to the next process in ``path``, NaNs that the script has caught, and the newest report."""
-    check_exists(path)
-    request, caught = requests.read_request(path), requests.caught_requests(path)
-    reports = glob.glob(os.path.join(glob.escape(path), "nan-*", "report*.md"))
-    report = max(reports, key=os.path.getmtime, default=None)
-    if request is None and report is None and not caught:
-        raise CheckpointError(
-            f"{path} has neither {requests.NAME} nor a report: no process that saves there has found a NaN"
-        )
-    text = None if report is None else Path(report).read_text(encoding="utf-8")
-    if as_json:
-        asked = None if request is None else asdict(request)
-        went_on = [asdict(one) for _, one in caught]
-        print(json_text({"request": asked, "caught": went_on, "file": report, "report": text}))
-        return 0
-    for file, one in caught:
-        print(plain(f"{file}: {one.message}. The script caught the error, and the training went on."))
-    if request is not None:
-        where = os.path.join(path, requests.NAME)
-        print(plain(f"{where}: {request.message}. Start the script again to find out where it came from."))
-    if text is not None:
-        print(plain(text), end="")
-    return 0
 
 
 if __name__ == "__main__":
