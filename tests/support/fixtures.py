@@ -20,6 +20,7 @@ from hypothesis import settings
 import torchhooks.ranks.ranks
 from torchhooks import SummaryWriterCache
 from torchhooks.common.log import speak_as
+from torchhooks.loop.advice import CREATED, missing_parts
 from torchhooks.testing import FakeClock, log_lines
 
 SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2
@@ -99,7 +100,8 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, str]]]:
 
     Most tests train a function without a model: tests/loop/test_missing_parts.py has the warning of that.
     """
-    monkeypatch.setattr("torchhooks.loop.life.warn_of_missing_parts", lambda arguments: None)
+    advice = tuple(each for each in CREATED if each is not missing_parts)
+    monkeypatch.setattr("torchhooks.loop.life.CREATED", advice)
     with log_lines() as lines:
         yield lines
 

@@ -94,6 +94,13 @@ class _StopPosition(NamedTuple):
     """Whether the outermost loop had no item left, and nothing of its last one was left to do."""
 
 
+_NONE_LEFT = (
+    "%s has no item after the last one of the checkpoint. To train on, give it more items, or use "
+    "until_stop(..., resume=False)"
+)
+_EMPTY = "%s yielded no item: check that its data are not empty, and not an iterator that is used up"
+
+
 class DataPosition:
     """The cursors of one loop, and the restored position that its next ``until_stop`` resumes.
 
@@ -123,6 +130,10 @@ class DataPosition:
         """What to call where the checkpoint's loop continues; ``restore`` sets it if :attr:`repeats_code`."""
         self.way_back = Return.DONE
         """Where the script is on its way to the checkpoint's loop."""
+        self.items_without_run = 0
+        """How many items an innermost loop has yielded until its data ended, before any run was made."""
+        self.why_no_item: str | None = None
+        """Why a loop has yielded no item, before any run was made."""
 
     # -- where the loop is --------------------------------------------------------------------------------------------
 
@@ -372,6 +383,13 @@ class DataPosition:
         """Note that ``cursor`` has no more items, in which the checkpoint's loop could begin."""
         if self.is_repeating and cursor.resumed.items is not None:
             self.give_up_repeating()
+
+    def note_no_run(self, cursor: Cursor) -> None:
+        """Note that no run was made until the data of ``cursor`` ended."""
+        if not cursor.has_new_item:
+            self.why_no_item = (_NONE_LEFT if cursor.resumed.items else _EMPTY) % name_of(cursor.iterable)
+        elif cursor.inner is None:
+            self.items_without_run = cursor.taken
 
     def give_up_repeating(self) -> None:
         """Note, with a warning, that the script has passed over the checkpoint's loop. From now on, it may save."""

@@ -6,23 +6,20 @@ import inspect
 import itertools
 import os
 import signal
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
 
 from torchhooks.checkpoints.folder import split_checkpoint
 from torchhooks.checkpoints.training_state import StatefulHook, plain_metadata
-from torchhooks.checkpoints.unsaved import Contents
 from torchhooks.common.checks import folder
 from torchhooks.common.files import place
-from torchhooks.common.log import logger
-from torchhooks.common.members import is_a, values_in_attributes
 from torchhooks.common.stateful import Stateful, has_state
-from torchhooks.common.text import shortened, shown
-from torchhooks.fetches.names import Step, parameters_of
+from torchhooks.common.text import shown
+from torchhooks.fetches.names import Step
 from torchhooks.lifecycle.extension import LoopPlan, planned
-from torchhooks.lifecycle.hook import PeriodicHook, SessionRunHook, StandardHook, overrides
+from torchhooks.lifecycle.hook import SessionRunHook, StandardHook, overrides
 from torchhooks.lifecycle.session import Scaffold
 from torchhooks.lifecycle.settings import LoopSettings
 from torchhooks.ranks.ranks import Ranks, checked_ranks
@@ -82,14 +79,13 @@ class LoopArguments:
         self.scaffold = Scaffold() if scaffold is None else scaffold
         self.step = Step(step)
         self.state = check_state(state)
-        script_hooks = check_hooks(() if hooks is None else hooks)
+        self.script_hooks = script_hooks = check_hooks(() if hooks is None else hooks)
+        """The hooks of the script, also those that an extension leaves out."""
         self.chief_only = chief_only
         """The hooks that no other rank has, so that they are called alone, even if they are collective."""
         self.metadata = plain_metadata(metadata)
         self.ranks = checked_ranks(ranks)
-        check_methods(script_hooks)
-        if self.ranks.is_chief:
-            warn_of_inner_hooks(script_hooks)
+        check_signatures(script_hooks)
         self.checkpoint_dir, checkpoint = checked_place(checkpoint_dir)
         """The folder of checkpoints."""
         plan = LoopPlan(
@@ -113,6 +109,8 @@ class LoopArguments:
         """The hooks that have a state, by the name under which it is saved."""
         self.has_saver = any(hook.saves_checkpoints for hook in self.hooks)
         """Whether a hook saves checkpoints."""
+        self.has_checkpoints = self.checkpoint_dir is not None or self.has_saver
+        """Whether checkpoints are saved or restored."""
         folders = (hook.checkpoint_dir for hook in self.hooks if hook.saves_checkpoints)
         self.saved_to = next(filter(None, folders), None)
         """The folder of the first CheckpointSaverHook, as an absolute path; ``None`` if there is no such hook."""
@@ -153,65 +151,30 @@ def _hook_instead_of(value: object) -> str:
     return "a hook is an instance of SessionRunHook"
 
 
-def check_methods(hooks: Iterable[SessionRunHook]) -> None:
-    """Log a warning for each hook that overrides no method of SessionRunHook, but has others, which nothing calls."""
-    methods = [name for name, value in vars(SessionRunHook).items() if callable(value) and not name.startswith("_")]
-    for index, hook in enumerate(hooks):
-        if not _is_own(hook):
-            check_signatures(index, hook, methods)
-        others = [name for name, value in inspect.getmembers_static(type(hook), callable) if not name.startswith("_")]
-        unused = [name for name in others if name not in (*methods, "state_dict", "load_state_dict")]
-        if unused and not any(overrides(hook, method) for method in methods):
-            logger.warning(
-                "hooks[%d] is a %s, which has %s, but overrides no method of SessionRunHook, so the loop calls none of "
-                "its methods. The methods that it would call are %s",
-                index,
-                type(hook).__name__,
-                shortened([f"{name}()" for name in unused], 4),
-                shortened([f"{name}()" for name in methods]),
-            )
-
-
-def warn_of_inner_hooks(hooks: Sequence[SessionRunHook]) -> None:
-    """Log a warning for each periodic hook that one of ``hooks`` has in an attribute, and that is none of them."""
-    for index, hook in enumerate(hooks):
-        if _is_own(hook):
-            continue
-        inner = {
-            id(value): (value, name)
-            for name, value in values_in_attributes(hook)
-            # Not isinstance(), which would ask the value for its __class__, perhaps a property.
-            if is_a(type(value), PeriodicHook) and all(value is not each for each in hooks)
-        }
-        for value, name in inner.values():
-            logger.warning(
-                "hooks[%d] is a %s, which has a %s in its attribute %s that is not in hooks: the loop calls only the "
-                "hooks in hooks=[...], and one that another hook calls is never due. To have this loop call it, put it "
-                "into the list. A hook that has to give it something can be a subclass of it, or share an object with "
-                "it",
-                *(index, type(hook).__name__, type(value).__name__, name),
-            )
-
-
-def _is_own(hook: SessionRunHook) -> bool:
+def is_of_package(hook: SessionRunHook) -> bool:
     """Return whether the package defines the class of ``hook``."""
     return type(hook).__module__.partition(".")[0] == "torchhooks"
 
 
-def check_signatures(index: int, hook: SessionRunHook, methods: Iterable[str]) -> None:
-    """Raise a TypeError if ``hook`` overrides one of ``methods`` in such a way that the loop cannot call it."""
-    for method in methods:
-        if overrides(hook, method):
-            wanted = [*inspect.signature(getattr(SessionRunHook, method)).parameters]
-            try:
-                inspect.signature(getattr(hook, method)).bind(*wanted[1:])
-            except TypeError:
-                raise TypeError(
-                    f"hooks[{index}] is a {type(hook).__name__}, whose {method} does not take what the loop passes: "
-                    f"define it as def {method}({', '.join(wanted)})"
-                ) from None
-            except ValueError:  # a builtin without a signature
-                continue
+HOOK_METHODS = [name for name, value in vars(SessionRunHook).items() if callable(value) and not name.startswith("_")]
+"""The names of the methods that a loop calls."""
+
+
+def check_signatures(hooks: Iterable[SessionRunHook]) -> None:
+    """Raise a TypeError if a hook of the script overrides a method in such a way that the loop cannot call it."""
+    for index, hook in enumerate(hooks):
+        for method in () if is_of_package(hook) else HOOK_METHODS:
+            if overrides(hook, method):
+                wanted = [*inspect.signature(getattr(SessionRunHook, method)).parameters]
+                try:
+                    inspect.signature(getattr(hook, method)).bind(*wanted[1:])
+                except TypeError:
+                    raise TypeError(
+                        f"hooks[{index}] is a {type(hook).__name__}, whose {method} does not take what the loop "
+                        f"passes: define it as def {method}({', '.join(wanted)})"
+                    ) from None
+                except ValueError:  # a builtin without a signature
+                    continue
 
 
 def check_collective_hooks(hooks: Iterable[SessionRunHook], ranks: Ranks) -> None:
@@ -245,21 +208,6 @@ def check_hook_states(hooks: Iterable[SessionRunHook]) -> dict[str, StatefulHook
     return named
 
 
-def warn_of_late_hooks(hooks: Sequence[SessionRunHook], states: Mapping[str, StatefulHook]) -> None:
-    """Log a warning for each of ``hooks`` that has a state and comes after a hook that saves checkpoints.
-
-    Called after a first run that is not in an ``until_stop``, where a checkpoint is saved after all hooks.
-    """
-    saver = next((hook for hook in hooks if hook.saves_checkpoints), None)
-    for hook in () if saver is None else hooks[hooks.index(saver) :]:
-        if any(each is hook and not each.state_is_optional for each in [*states.values()]):  # type: ignore[comparison-overlap]
-            logger.warning(
-                "%r comes after %r, so without until_stop, checkpoints contain its state from before the run: move it "
-                "to the front",
-                *(hook, saver),
-            )
-
-
 def _numbered(name: str) -> Iterator[str]:
     """Yield ``name``, and then ``name`` with a number after it."""
     yield name
@@ -291,63 +239,6 @@ def check_optimizer(optimizer: Any, step_unit: str) -> None:
         raise ValueError(
             f'step_unit="optimizer_step" counts the steps of an optimizer, and optimizer={shown(optimizer)}: pass the '
             'torch.optim.Optimizer that the step uses, or step_unit="run"'
-        )
-
-
-def warn_of_missing_parts(arguments: LoopArguments) -> None:
-    """Log a warning if the checkpoints of a loop with these ``arguments`` will contain no model or no optimizer."""
-    parts = [arguments.model, arguments.optimizer, *arguments.state.values()]
-    # A wrapper of another library, or a trainer in state, has its model and optimizer in attributes.
-    parts += [member for part in parts for member in getattr(part, "__dict__", {}).values()]
-    missing = [
-        *(() if any(isinstance(each, torch.nn.Module) for each in parts) else ("model",)),
-        *(() if any(hasattr(each, "param_groups") for each in parts) else ("optimizer",)),
-    ]
-    if missing:
-        logger.warning(
-            "checkpoints will contain no %s: a process that resumes starts with what the script makes. Pass what the "
-            "step trains, MonitoredLoop(step, model, optimizer), or put it into state={...}",
-            " and no ".join(missing),
-        )
-
-
-def warn_of_other_parameters(arguments: LoopArguments) -> None:
-    """Log a warning for each optimizer in the checkpoints that trains parameters which these will not contain."""
-    optimizers: dict[str, Any] = {"the optimizer": arguments.optimizer}
-    optimizers |= {f"state[{name!r}]": part for name, part in arguments.state.items() if hasattr(part, "param_groups")}
-    modules = [part for part in (arguments.model, *arguments.state.values()) if isinstance(part, torch.nn.Module)]
-    contents = Contents([arguments.model, *arguments.state.values(), *arguments.hook_states.values()])
-    for name, optimizer in optimizers.items():
-        trained = [each for each in parameters_of(optimizer) if each.requires_grad]
-        lost = sum(map(contents.lack, trained))
-        if lost == len(trained) > 0 and modules:  # without a module, another line says that the model is missing
-            logger.warning(
-                "%s trains no parameter of the model or of a module in state, so checkpoints will not contain what it "
-                "trains. Pass the model that the step trains, and make the optimizer after the model is replaced by "
-                "another, such as a copy",
-                name,
-            )
-        elif 0 < lost < len(trained):
-            logger.warning(
-                "%s trains %d parameters, and checkpoints will not contain %d of them: put the module of these into "
-                "the model, or into state={...}",
-                *(name, len(trained), lost),
-            )
-
-
-def warn_of_another_folder(arguments: LoopArguments) -> None:
-    """Log a warning if every hook that saves does so in another folder than the one from which the loop resumes."""
-    folder = arguments.checkpoint_dir
-    if folder is None or arguments.checkpoint is not None:  # a chosen checkpoint may begin a training run elsewhere
-        return
-    saving = [hook for hook in arguments.hooks if hook.saves_checkpoints and hook.checkpoint_dir is not None]
-    places = [os.path.realpath(hook.checkpoint_dir) for hook in saving if hook.checkpoint_dir is not None]
-    if places and os.path.realpath(folder) not in places:
-        logger.warning(
-            "checkpoint_dir=%r: the loop will never resume from what %r saves: leave out the hook's checkpoint_dir, "
-            "and it takes the loop's",
-            folder,
-            saving[0],
         )
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torchhooks.common.errors import LifecycleError
 from torchhooks.common.log import logger
-from torchhooks.common.timers import EveryEpochs, first_due
-from torchhooks.lifecycle.hook import PeriodicHook, StandardHook
-from torchhooks.lifecycle.loop_state import NO_OUTPUTS, LoopState, StoppedBy
-from torchhooks.loop.arguments import warn_of_late_hooks
+from torchhooks.common.timers import EveryEpochs
+from torchhooks.lifecycle.hook import PeriodicHook
+from torchhooks.lifecycle.loop_state import LoopState
+from torchhooks.loop.advice import FIRST_RUN, Advice
 from torchhooks.loop.schedule import Schedule
 from torchhooks.loop.sessions import Sessions
 
@@ -17,8 +17,8 @@ _RUNS_WITHOUT_STEP = 1000  # more than the gradients of one step accumulate over
 class FirstRuns:
     """The checks of the first runs of one loop, which are made at the end of a run until they are over."""
 
-    def __init__(self, state: LoopState, schedule: Schedule, sessions: Sessions) -> None:
-        self._state, self._schedule, self._sessions = state, schedule, sessions
+    def __init__(self, state: LoopState, schedule: Schedule, sessions: Sessions, advice: Advice) -> None:
+        self._state, self._schedule, self._sessions, self._advice = state, schedule, sessions, advice
         self._checks_epochs_until = 2  # the run: only the second one in an item shows that the item has several
         self._misses_step = not state.steps_per_run  # until that was logged
         self.are_over = False
@@ -57,30 +57,14 @@ class FirstRuns:
 
         Hooks that are due by steps ask in runs that count one, and other runs may return less.
         """
-        state, session = self._state, self._sessions.session
+        state = self._state
         if not state.steps_per_run and state.global_step == state.begun_at:
             if state.runs >= _RUNS_WITHOUT_STEP:
                 self.warn_of_no_step()
             return False
         self.are_over = True
-        self._look_up_names()
-        if not self._sessions.position.depth and session.ranks.is_chief:
-            warn_of_late_hooks([slot.hook for slot in self._schedule.all_hooks], session.hooks)
+        self._advice.say(FIRST_RUN)
         return True
-
-    def _look_up_names(self) -> None:
-        """Log which names that a hook of torchhooks will ask for have no value after the first run.
-
-        It would be an error when the hook is due, perhaps an hour later. Nothing is evaluated.
-        """
-        session = self._sessions.session
-        if not session.ranks.is_chief or self._state.outputs is NO_OUTPUTS:
-            return
-        evaluator = session.evaluator_between_runs(None)
-        for slot in self._schedule.all_hooks:
-            fetches = slot.hook.fetches_to_come if isinstance(slot.hook, StandardHook) else None
-            for level, line in evaluator.names_to_come(fetches, slot):
-                logger.log(level, "%s", line)
 
     def _look_for_ranks(self) -> bool:
         self._sessions.session.ranks.warn_if_late()
@@ -98,16 +82,3 @@ class FirstRuns:
             'script calls, which for SAM is the one that it wraps, sam.base_optimizer, or use step_unit="run"',
             *(type(session.optimizer).__name__, state.runs, state.global_step),
         )
-
-    def tell_never_due(self) -> None:
-        """Log which hooks were never due, because the training run, which is over, was shorter than their period."""
-        state, session = self._state, self._sessions.session
-        is_paused = state.stop is not None and state.stop.by in (StoppedBy.SIGNAL, StoppedBy.CALLER)
-        if not state.runs or not session.ranks.is_chief or (is_paused and session.why_finished is None):
-            return
-        lengths = {"steps": state.global_step, "epochs": self._sessions.position.epochs_ended}
-        for slot in self._schedule.all_hooks:
-            hook = slot.hook
-            first = first_due(hook.timer) if isinstance(hook, PeriodicHook) and not hook.works_at_end else None
-            if first is not None and first[0] > lengths[first[1]]:
-                logger.info("%s was never due: the training run had %d %s", slot, lengths[first[1]], first[1])

@@ -16,14 +16,9 @@ from torchhooks.common.log import logger
 from torchhooks.device.readback import Readback
 from torchhooks.lifecycle.extension import Extension, Training, called
 from torchhooks.lifecycle.loop_state import Ending, LoopState, Phase
-from torchhooks.loop.arguments import (
-    LoopArguments,
-    warn_of_another_folder,
-    warn_of_missing_parts,
-    warn_of_other_parameters,
-)
+from torchhooks.loop.advice import CLOSED, CREATED, Advice
+from torchhooks.loop.arguments import LoopArguments
 from torchhooks.loop.boundaries import Boundaries
-from torchhooks.loop.first_runs import FirstRuns
 from torchhooks.loop.open_loops import note_open_loop
 from torchhooks.loop.rank_sync import RankSync
 from torchhooks.loop.recoveries import Recoveries
@@ -42,7 +37,7 @@ class Life:
         readback: the values that are on their way to the host.
         sessions: creates the session.
         rank_sync: keeps the loop in step with the other ranks; ``None`` in a process that is alone.
-        first_runs: what is checked at the end of the first runs.
+        advice: what a script probably does not mean.
         recoveries: recovers from an error while the session is created, and knows which errors the script has caught.
         boundaries: makes the calls that wait when the loop closes.
         data: the loops over the data.
@@ -56,13 +51,13 @@ class Life:
         readback: Readback,
         sessions: Sessions,
         rank_sync: RankSync | None,
-        first_runs: FirstRuns,
+        advice: Advice,
         recoveries: Recoveries,
         boundaries: Boundaries,
         data: DataLoops,
     ) -> None:
         self._arguments, self._state, self._schedule, self._readback = arguments, state, schedule, readback
-        self._sessions, self._rank_sync, self._first_runs = sessions, rank_sync, first_runs
+        self._sessions, self._rank_sync, self._advice = sessions, rank_sync, advice
         self._recoveries, self._boundaries, self._data = recoveries, boundaries, data
         self._extensions: list[Extension] = []  # of which begin() was called
         self._begun = 0  # of how many hooks begin() was called
@@ -90,10 +85,7 @@ class Life:
             self._sessions.call(slot, "begin", slot.hook.begin)
         self._count_steps_of_optimizer()  # after begin(), whose steps are none of the training
         self._recoveries.create_session()
-        if (arguments.checkpoint_dir is not None or arguments.has_saver) and arguments.ranks.is_chief:
-            warn_of_missing_parts(arguments)
-            warn_of_other_parameters(arguments)
-            warn_of_another_folder(arguments)
+        self._advice.say(CREATED)
         state.set_pending()  # the end of the first run looks up what hooks will ask for
 
     def _begin_extensions(self) -> None:
@@ -179,7 +171,7 @@ class Life:
             attempt(sessions.finish, finished)  # first, so that each checkpoint from here on says so
             self._boundaries.close(attempt)
             self._data.check_end()
-            self._first_runs.tell_never_due()
+            self._advice.say(CLOSED)
             for slot in participants:
                 attempt(sessions.call, slot, "sat_out", slot.catch_up, self._state.runs)
                 attempt(sessions.end, slot)

@@ -36,6 +36,7 @@ from torchhooks.lifecycle.loop_state import IDLE, NO_OUTPUTS, RUNNING, Ending, L
 from torchhooks.lifecycle.recovery import Recovery
 from torchhooks.lifecycle.session import Scaffold, Session
 from torchhooks.lifecycle.signals import print_no_traceback_of
+from torchhooks.loop.advice import Advice, LoopParts
 from torchhooks.loop.arguments import LoopArguments
 from torchhooks.loop.body import Body
 from torchhooks.loop.boundaries import Boundaries
@@ -178,8 +179,9 @@ class MonitoredLoop(Generic[R]):
         self._sessions = sessions = Sessions(
             arguments, state, schedule, readback, rank_sync, policy, lambda: boundaries.end_epoch()
         )
-        first_runs = FirstRuns(state, schedule, sessions)
         self._caught = caught = CaughtErrors(state, sessions.position)
+        advice = Advice(LoopParts(arguments, state, schedule, sessions, caught))
+        first_runs = FirstRuns(state, schedule, sessions, advice)
         self._recoveries = recoveries = Recoveries(
             state, schedule, readback, sessions, rank_sync, policy, caught, first_runs
         )
@@ -193,7 +195,7 @@ class MonitoredLoop(Generic[R]):
         )
         self._body = Body(state, runner, boundaries, recoveries, data)
         self._life = Life(
-            arguments, state, schedule, readback, sessions, rank_sync, first_runs, recoveries, boundaries, data
+            arguments, state, schedule, readback, sessions, rank_sync, advice, recoveries, boundaries, data
         )
 
     # -- public methods -----------------------------------------------------------------------------------------------

@@ -131,8 +131,6 @@ class Sessions:
             logger.info("restored step %d from %s", session.global_step, path)
             if session.global_step and not recovers and self.position.state_dict() is None:
                 logger.info("%s has no position in the data: what is not in the loop's state starts over", path)
-        elif self._folder is not None:
-            self._warn_if_nothing_saves()
         session.was_restored = restored is not None
         self._arguments.scaffold.prepare(session, session.was_restored)
         for slot in self._schedule.all_hooks:
@@ -189,15 +187,6 @@ class Sessions:
                 shortened(later),
                 self._arguments.checkpoint_dir,
             )
-
-    def _warn_if_nothing_saves(self) -> None:
-        """Warn on the chief that this training run cannot be resumed, though the caller named a folder for it."""
-        if not self._arguments.ranks.is_chief:
-            return
-        if not self._arguments.has_saver:
-            given = self._arguments.checkpoint_dir
-            way_out = f"add CheckpointSaverHook({given!r}, save_secs=600)"
-            logger.warning("%s has no checkpoint, and no hook saves one: %s", given, way_out)
 
     def _as_given(self, path: str) -> str:
         """Return ``path`` as the user writes it, if it is in the loop's ``checkpoint_dir``."""

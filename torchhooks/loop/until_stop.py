@@ -9,8 +9,8 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from torchhooks.common.log import logger
-from torchhooks.data.cursor import ENDED, Cursor, ItemLimit, name_of, shortened_limit
-from torchhooks.data.position import DATA_ENDED, Point, Return
+from torchhooks.data.cursor import ENDED, Cursor, ItemLimit, shortened_limit
+from torchhooks.data.position import DATA_ENDED, Point
 from torchhooks.lifecycle.loop_state import IDLE, RUNNING, LeftBySignalError, LoopState, Phase, Stop, StoppedBy
 from torchhooks.loop.boundaries import Boundaries
 from torchhooks.loop.caught import CaughtErrors
@@ -25,16 +25,11 @@ _NOTHING_TO_REPEAT = (
     "until_stop(..., repeat=True) got no item in a whole pass, so it ends: give it an iterable that can be iterated "
     "again, such as a list or a DataLoader, and not an iterator"
 )
-_NONE_LEFT = (
-    "%s has no item after the last one of the checkpoint. To train on, give it more items, or use "
-    "until_stop(..., resume=False)"
-)
 _FINISHED = (
     "this training run is finished: %s, at step %d. So until_stop yields nothing, and no run is made. To train on, %s; "
     "for a new training run, give another checkpoint_dir%s"
 )
 _ONE_LOOP = ". If this loop is for the next epoch, create one loop for all epochs instead"
-_EMPTY = "%s yielded no item: check that its data are not empty, and not an iterator that is used up"
 
 
 class DataLoops:
@@ -67,8 +62,6 @@ class DataLoops:
         self._caught, self._boundaries, self._most_items = caught, boundaries, most_items
         self._agenda, self._position = sessions.agenda, sessions.position
         self._waits = sessions.services.data_waits
-        self._items_without_run = 0
-        self._why_no_run: str | None = None
         self._asked_if_finished = False
         self.unraised: BaseException | None = None
         """An error that a generator cannot raise, so that the close of the loop does."""
@@ -169,7 +162,7 @@ class DataLoops:
         if self._rank_sync is not None and cursor.is_in_position:
             self._rank_sync.data_ended(cursor.depth)
         if cursor.is_in_position and not self._state.runs:
-            self._note_items(cursor, iterable)
+            self._position.note_no_run(cursor)
         cursor.end()
         if cursor.depth == 1:
             self._state.data_have_ended = True
@@ -293,28 +286,7 @@ class DataLoops:
         self._state.defer_lost_workers()  # now that a DataLoader has installed torch's handler
         return iterator
 
-    def _note_items(self, cursor: Cursor, iterable: object) -> None:
-        """Note that no run was made until the data of ``cursor``, an ``iterable``, ended."""
-        if cursor.has_new_item:
-            self._items_without_run = cursor.taken if cursor.inner is None else self._items_without_run
-        else:
-            self._why_no_run = (_NONE_LEFT if cursor.resumed.items else _EMPTY) % name_of(iterable)
-
     def check_end(self) -> None:
-        """Log warnings when the loop is closed: the data ended without a run, or were not resumed where they should."""
-        # A stop may come before the loop that is to be resumed.
-        had_time = self._state.reason in ("data ended", "closed")
-        if had_time:
+        """Note, when the loop is closed, that the script has not come back to the loop of the checkpoint."""
+        if self._state.reason in ("data ended", "closed"):  # a stop may come before that loop
             self._position.give_up_repeating()
-        position = self._position
-        is_explained = not had_time or position.way_back is Return.MISSED or position.why_finished is not None
-        if self._caught.count:
-            return  # there were runs, which failed
-        if self._items_without_run and not self._state.global_step:
-            logger.warning(
-                "until_stop yielded %d items until the data ended, but there was no run, so no hook was called and no "
-                "step was counted: call loop.run(...) instead of the step, or put the step into with loop.step()",
-                self._items_without_run,
-            )
-        elif self._why_no_run and not self._state.runs and not is_explained:
-            logger.warning("no run was made, because %s", self._why_no_run)

@@ -43,6 +43,7 @@ from torchhooks import (
 from torchhooks.__main__ import main
 from torchhooks.common.processes import process_state, start_time, system_id
 from torchhooks.lifecycle.loop_state import LoopState
+from torchhooks.loop.advice import CREATED, missing_parts
 from torchhooks.testing import log_lines
 from torchhooks.tools import run_record
 from torchhooks.tools.mirror.status import read_status
@@ -130,7 +131,8 @@ def _watches(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr("torchhooks.tools.watch.stalls.Watch", make)
     monkeypatch.setattr(stalls, "LOOK_SECS", SECS)
-    monkeypatch.setattr("torchhooks.loop.life.warn_of_missing_parts", lambda arguments: None)
+    advice = tuple(each for each in CREATED if each is not missing_parts)
+    monkeypatch.setattr("torchhooks.loop.life.CREATED", advice)
     yield
     watches.clear()
 
