@@ -46,7 +46,7 @@ def svg(rows: list[list[str]]) -> str:
 
 def main() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    (contract,) = project["tool"]["importlinter"]["contracts"]
+    contract, *_ = project["tool"]["importlinter"]["contracts"]
     rows = [layer.split(" | ") for layer in contract["layers"]]
     (Path(__file__).parent / "packages.svg").write_text(svg(rows), encoding="utf-8")
 

@@ -3,7 +3,8 @@
 # An import of everything public is part of the test, and some variables are only there for their type.
 # ruff: noqa: B905, F403, F405, F841
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, assert_type
 
@@ -239,6 +240,29 @@ def test_errors() -> None:
         known: TorchHooksError | LookupError = NoRunYetError(str(error))
     except PeerError as error:
         assert_type(error.rank, int | None)
+
+
+class Telling(Extension):
+    def __init__(self, hook: SessionRunHook) -> None:
+        self.hook = hook
+
+    def plan(self, plan: LoopPlan) -> LoopPlan:
+        assert_type(plan.folder, str | None)
+        assert_type(plan.all_hooks, tuple[SessionRunHook, ...])
+        return replace(plan, last=(*plan.last, self.hook))
+
+    def found(self, session: Session, finding: Finding) -> None:
+        assert_type(finding.message, str)
+
+    def close(self, reason: str, failed: bool) -> None: ...
+
+
+def test_an_extension(hook: SessionRunHook) -> None:
+    def make(plan: LoopPlan) -> Extension | None:
+        return Telling(hook) if plan.counts_runs else None
+
+    factory: Callable[[LoopPlan], Extension | None] = register_extension(make)
+    unregister_extension(factory)
 
 
 def test_a_hook() -> None:

@@ -37,13 +37,14 @@ What it has to tell:
 23. ``why_finished`` is asked of a restored session. After one that ``was_finished``, ``end`` reports nothing twice.
 24. ``end`` leaves out what belongs to the end of the training run if a signal has stopped it (``stopped_by_signal``).
 25. ``fetches_to_come`` is checked after the first run, and ``works_at_end`` keeps "was never due" from being logged.
-26. The session asks ``stops_at_step``, ``saved_step`` and ``measured_speed``, and an autopsy ``examined``.
+26. The session asks ``stops_at_step``, ``saved_step`` and ``measured_speed``. What another tool should look into, such
+    as a NaN, is a ``Finding`` for ``session.extensions``.
 27. A writer has to get the START of a session before any point: a hook that writes is called in the first run.
 
 Several ranks:
 
 28. Only the chief writes and logs (``writes``). The folder and the ranks are known before ``begin``.
 29. All ranks call a hook in the same run if it is due by steps. By the clock or a signal, if it is ``collective``.
-30. What gathers needs the hook on all ranks, in one order, with the same ``repr``: it is the identity of a hook.
-31. ``teardown`` and what ``when_ready`` calls must not gather. A hook that ``leaves_machine`` is left out by ``check``.
+30. What gathers needs the hook on all ranks, in one order.
+31. ``teardown`` and what ``when_ready`` calls must not gather.
 """

@@ -35,7 +35,12 @@ from torchhooks.ranks.ranks import LoopRanks
 
 @dataclass(frozen=True, kw_only=True)
 class LoopPlan:
-    """With what a loop begins. ``dataclasses.replace(plan, last=(*plan.last, hook))`` returns one with another hook.
+    """With what a loop begins. An extension returns a copy with changes, as ``dataclasses.replace`` makes it.
+
+    >>> from dataclasses import replace
+    >>> plan = LoopPlan(hooks=(StopAtStepHook(last_step=5),))
+    >>> replace(plan, last=(*plan.last, NanTensorHook("loss"))).all_hooks
+    (StopAtStepHook(last_step=5), NanTensorHook('loss'))
 
     Args:
         hooks: the hooks of the script, which messages number from 0 on. An extension may leave some out.
@@ -84,7 +89,10 @@ class Training(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """What a hook has found in a run, for the extensions of the loop.
+    """What a hook has found in a run, for the extensions of the loop: see :meth:`torchhooks.Extension.found`.
+
+    >>> Finding(3, "loss is NaN at step 3", NanTensorHook("loss"), {}).message
+    'loss is NaN at step 3'
 
     Args:
         step: the global step that the run made.
@@ -158,8 +166,10 @@ def register_extension(factory: _Factory) -> _Factory:
     The factory returns a new extension for the loop, or ``None`` if the loop gets none.
 
     Raises:
-        TypeError: ``factory`` cannot be called, or is a class of extensions with arguments of its own.
+        TypeError: ``factory`` cannot be called.
     """
+    if isinstance(factory, Extension):
+        raise TypeError(f"{shown(factory)} is an extension: give a function that makes one for each loop")
     if not callable(factory):
         raise TypeError(f"register_extension({shown(factory)}): give a function that makes an Extension for a LoopPlan")
     _factories.append(factory)

@@ -6,9 +6,9 @@ Read ``monitored_loop`` first, then ``runner``, whose ``begin`` and ``finish`` r
 ``schedule`` chooses the hooks of a run by their triggers, ``requests`` checks and records what they request,
 ``until_stop`` iterates over items, ``epoch_end`` calls the hooks for the end of an epoch, ``sessions`` creates a
 session and restores it, ``recoveries`` recovers from an error or leaves it to the script, ``caught`` tells errors that
-the script has caught from one that leaves the loop, ``first_runs`` has the checks of the first runs, ``body`` is the
-form ``with loop.step()``, ``arguments`` checks what the loop is created with, and ``rank_sync`` keeps it in step with
-the other ranks.
+the script has caught from one that leaves the loop, ``first_runs`` has the checks of the first runs, ``advice`` says
+what a script probably does not mean, ``body`` is the form ``with loop.step()``, ``arguments`` checks what the loop is
+created with, and ``rank_sync`` keeps it in step with the other ranks.
 
 What to know before changing what happens between two runs:
 
@@ -31,5 +31,5 @@ What to know before changing what happens between two runs:
 15. ``end_epoch`` does not replace the session: its callers go on with the one that they have.
 16. In a function of ``run_step_fn``, errors are left to the function, and threads are not looked at.
 17. At the close each call has its own attempt: see ``life``.
-18. ``watch/places.py`` knows functions of this package by name.
+18. ``tools/watch/places.py`` knows functions of this package by name.
 """
