@@ -9,7 +9,7 @@ any program does: it waits for threads, and calls what was registered with ``ate
 
 import atexit
 import gc
-import importlib
+import importlib.util
 import os
 import pickle
 import select
@@ -56,7 +56,8 @@ os.fsync = lambda fd: None  # no test simulates a power failure, and a kill lose
 listener = socket.socket(fileno=int(sys.argv[1]))
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C in the terminal is for the process of pytest
 for name in IMPORTED:
-    importlib.import_module(name)
+    if not name.startswith("torchhooks.tools.") or importlib.util.find_spec("torchhooks.tools"):
+        importlib.import_module(name)
 gc.freeze()  # a collection in a forked process would copy the memory that it shares with this one
 # select() returns when a process has ended.
 signalled, signals = os.pipe()

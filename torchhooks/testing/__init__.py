@@ -24,8 +24,22 @@ step or a clock of your own, create the loop inside ``with FakeClock() as clock,
 Read ``recording`` first.
 """
 
-from torchhooks.testing.proof import assert_resumes_exactly, assert_same_run
+import typing
+
 from torchhooks.testing.recording import FakeClock, RecordingHook, RecordingWriter, Trace, log_lines, plain, trace
+
+if typing.TYPE_CHECKING:
+    from torchhooks.testing.proof import assert_resumes_exactly, assert_same_run
+else:  # not for type checkers, which would let every name pass
+
+    def __getattr__(name: str) -> object:
+        """Return a function of ``proof``, which keeps ledgers, and is imported on request."""
+        if name not in ("assert_resumes_exactly", "assert_same_run"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from torchhooks.testing import proof
+
+        return getattr(proof, name)
+
 
 __all__ = [
     "FakeClock",
