@@ -72,7 +72,7 @@ from torchhooks.hooks.reporting import FinalOpsHook, LoggingTensorHook
 from torchhooks.hooks.saving import CheckpointSaverHook, CheckpointSaverListener, SummarySaverHook
 from torchhooks.hooks.stopping import GlobalStepWaiterHook, NanTensorHook, StopAtStepHook
 from torchhooks.lifecycle.coordinator import Coordinator, LooperThread
-from torchhooks.lifecycle.extension import Extension, Finding, LoopPlan, register_extension, unregister_extension
+from torchhooks.lifecycle.extension import Extension, LoopPlan, register_extension, unregister_extension
 from torchhooks.lifecycle.hook import (
     PeriodicHook,
     RunMetadata,
@@ -82,7 +82,7 @@ from torchhooks.lifecycle.hook import (
     SessionRunHook,
     SessionRunValues,
 )
-from torchhooks.lifecycle.session import Scaffold, Session
+from torchhooks.lifecycle.session import Finding, Scaffold, Session
 from torchhooks.loop.monitored_loop import MonitoredLoop, StepContext
 from torchhooks.ranks.ranks import Ranks
 from torchhooks.summary.json_lines import JsonLinesWriter

@@ -196,6 +196,11 @@ def test_a_recovery_starts_the_extension_with_the_new_session(tmp_path: Path) ->
     assert [call for call in calls if call == "begin"] == ["begin"]
 
 
+def test_an_extension_has_six_methods_and_no_seventh() -> None:
+    methods = [name for name in vars(Extension) if not name.startswith("_")]
+    assert methods == ["plan", "begin", "start", "found", "finish", "close"]
+
+
 # -- the plan ---------------------------------------------------------------------------------------------------------
 
 

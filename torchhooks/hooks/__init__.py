@@ -37,8 +37,8 @@ What it has to tell:
 23. ``why_finished`` is asked of a restored session. After one that ``was_finished``, ``end`` reports nothing twice.
 24. ``end`` leaves out what belongs to the end of the training run if a signal has stopped it (``stopped_by_signal``).
 25. ``fetches_to_come`` is checked after the first run, and ``works_at_end`` keeps "was never due" from being logged.
-26. The session asks ``stops_at_step``, ``saved_step`` and ``measured_speed``. What another tool should look into, such
-    as a NaN, is a ``Finding`` for ``session.extensions``.
+26. The session asks ``stops_at_step``, ``saved_step`` and ``measured_speed``. What a tool should look into, such as a
+    NaN, is a ``Finding``: ``session.found``.
 27. A writer has to get the START of a session before any point: a hook that writes is called in the first run.
 
 Several ranks:

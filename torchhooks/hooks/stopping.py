@@ -26,9 +26,8 @@ from torchhooks.fetches.evaluation import ComposedFetch, leaves, watched_names
 from torchhooks.fetches.names import Fetch, Value, describe, named_outputs
 from torchhooks.hooks.evaluation import NOT_EVALUATED
 from torchhooks.lifecycle.coordinator import Coordinator
-from torchhooks.lifecycle.extension import Finding, called
 from torchhooks.lifecycle.hook import SessionRunArgs, SessionRunContext, SessionRunValues, StandardHook
-from torchhooks.lifecycle.session import Session
+from torchhooks.lifecycle.session import Finding, Session
 
 _POLL_SECS = 0.1
 
@@ -279,8 +278,7 @@ class NanTensorHook(StandardHook):
             self._check.found = finding[1]
         # A value that was on a device arrives after its run, whose arguments have been let go.
         inputs = {} if run_context.finished else run_context.inputs()
-        for extension in run_context.session.extensions:
-            called(extension.found, run_context.session, Finding(finding[0], message, self, inputs))
+        run_context.session.found(Finding(finding[0], message, self, inputs))
         if self._fail_on_nan_loss:
             logger.error("%s: training fails", message)
             raise NanLossDuringTrainingError(

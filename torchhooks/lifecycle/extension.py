@@ -17,7 +17,7 @@ An extension never sees runs. One that needs them adds hooks in :meth:`Extension
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -27,7 +27,7 @@ from torchhooks.data.cursor import ItemLimit
 from torchhooks.data.position import DataPosition
 from torchhooks.lifecycle.hook import SessionRunHook
 from torchhooks.lifecycle.loop_state import LoopState
-from torchhooks.lifecycle.session import Session
+from torchhooks.lifecycle.session import Finding, Session
 from torchhooks.lifecycle.settings import LoopSettings
 from torchhooks.ranks.peers import Peers
 from torchhooks.ranks.ranks import LoopRanks
@@ -86,25 +86,6 @@ class Training(NamedTuple):
     peers: Peers | None
     checkpoint_dir: str | None
     saved_to: str | None
-
-
-class Finding(NamedTuple):
-    """What a hook has found in a run, for the extensions of the loop: see :meth:`torchhooks.Extension.found`.
-
-    >>> Finding(3, "loss is NaN at step 3", NanTensorHook("loss"), {}).message
-    'loss is NaN at step 3'
-
-    Args:
-        step: the global step that the run made.
-        message: what is wrong, in a sentence.
-        hook: the hook.
-        inputs: what the step got, by the names of its parameters; empty if the run is over, or in ``loop.step()``.
-    """
-
-    step: int
-    message: str
-    hook: SessionRunHook
-    inputs: Mapping[str, object]
 
 
 class Extension:

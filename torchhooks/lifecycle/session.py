@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -31,9 +31,6 @@ from torchhooks.fetches.running import RunningValues
 from torchhooks.lifecycle.loop_state import NO_OUTPUTS, LoopState
 from torchhooks.ranks.ranks import LoopRanks, Ranks
 
-if TYPE_CHECKING:  # it knows the session
-    from torchhooks.lifecycle.extension import Extension
-
 
 class LoopHook(Protocol):
     """What a session asks the hooks of torchhooks in its loop: see :class:`torchhooks.lifecycle.hook.StandardHook`."""
@@ -44,6 +41,25 @@ class LoopHook(Protocol):
     def saved_step(self) -> int | None: ...
 
     def measured_speed(self, name: str) -> tuple[float, Any] | None: ...
+
+
+class Finding(NamedTuple):
+    """What a hook has found in a run, for the extensions of the loop: see :meth:`torchhooks.Extension.found`.
+
+    >>> Finding(3, "loss is NaN at step 3", NanTensorHook("loss"), {}).message
+    'loss is NaN at step 3'
+
+    Args:
+        step: the global step that the run made.
+        message: what is wrong, in a sentence.
+        hook: the hook.
+        inputs: what the step got, by the names of its parameters; empty if the run is over, or in ``loop.step()``.
+    """
+
+    step: int
+    message: str
+    hook: object
+    inputs: Mapping[str, object]
 
 
 _LEFT_OUT: Any = type("LeftOut", (), {})()
@@ -78,8 +94,8 @@ class LoopServices:
     """What a warning was logged about that is logged once per loop."""
     unsaved: UnsavedParts | None = None
     """What changes and is in no checkpoint; ``None`` if the loop saves none."""
-    extensions: Sequence[Extension] = ()
-    """What joins the loop, next to its hooks."""
+    found: Callable[[Session, Finding], object] = lambda session, finding: None
+    """Tells the extensions of the loop what a hook has found in a session."""
     replicas: Replicas = field(default_factory=Replicas)
     """Whether the ranks have the same parameters."""
 
@@ -163,8 +179,6 @@ class Session:
         self._open_pauses = 0
         self._pause_listeners: list[Callable[[DeviceDuration], object]] = []
         self._created, self._paused_secs = time.monotonic(), 0.0
-        self.extensions = services.extensions
-        """What joins the loop, next to its hooks: see :class:`torchhooks.Extension`."""
         self.loop_hooks = loop_hooks
         """The hooks of torchhooks in the loop, for what one of them has to know of another."""
         self.was_restored = False
@@ -339,6 +353,10 @@ class Session:
         """Call the listeners of :meth:`on_checkpoint`: a checkpoint was saved in ``folder``, an absolute path."""
         for listener in self._saved_listeners:
             listener(folder)
+
+    def found(self, finding: Finding) -> None:
+        """Tell the extensions of the loop what a hook has found, such as a NaN."""
+        self._services.found(self, finding)
 
     def on_error(self, listener: Callable[[BaseException], object]) -> None:
         """Call ``listener(error)`` when a run fails from which the loop does not recover."""

@@ -20,7 +20,7 @@ from torchhooks.lifecycle.extension import called
 from torchhooks.lifecycle.hook import RunServices, StandardHook
 from torchhooks.lifecycle.loop_state import LoopState, StoppedBy
 from torchhooks.lifecycle.recovery import Recovery
-from torchhooks.lifecycle.session import LoopServices, Session
+from torchhooks.lifecycle.session import Finding, LoopServices, Session
 from torchhooks.loop.arguments import LoopArguments
 from torchhooks.loop.open_loops import is_of_a_loop
 from torchhooks.loop.rank_sync import RankSync
@@ -88,7 +88,7 @@ class Sessions:
             interrupted=self._is_interrupted,
             steps_per_run=arguments.steps_per_run,
             unsaved=_watched_parts(arguments, state),
-            extensions=arguments.extensions,
+            found=self._tell_extensions,
         )
         """What all sessions of the loop share."""
         self.renew()
@@ -208,6 +208,10 @@ class Sessions:
         is_told = session.ranks.is_chief and (arguments.has_saver or self._folder is not None)
         if is_told and why != DATA_ENDED:
             logger.info("finished: %s; for a pause, such as a time limit, call loop.request_stop() instead", why)
+
+    def _tell_extensions(self, session: Session, finding: Finding) -> None:
+        for extension in self._arguments.extensions:
+            called(extension.found, session, finding)
 
     def has_checkpoint(self) -> bool:
         """Return whether there is a checkpoint to restore."""

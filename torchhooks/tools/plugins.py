@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
-from torchhooks.lifecycle.extension import Extension, Finding, LoopPlan, Training, register_extension
-from torchhooks.lifecycle.session import Session
+from torchhooks.lifecycle.extension import Extension, LoopPlan, Training, register_extension
+from torchhooks.lifecycle.session import Finding, Session
 from torchhooks.lifecycle.settings import LoopSettings
 from torchhooks.tools.ledger import CHECK_PLAN
 
@@ -40,6 +41,7 @@ class AutopsyExtension(Extension):
     """Leaves a request when a hook has found a NaN, and has the process that starts next look for the cause."""
 
     _has_request = False
+    _session: Session | None = None  # in which the first one was left, and whose checkpoints are waited for
 
     def plan(self, plan: LoopPlan) -> LoopPlan:
         # torchhooks.tools.autopsy, which has the name of the file, is not imported before there is a NaN.
@@ -47,23 +49,26 @@ class AutopsyExtension(Extension):
             return plan
         from torchhooks.tools.autopsy.examination import with_examination
 
-        return with_examination(plan)
+        return with_examination(plan, plan.folder)
 
     def start(self, session: Session) -> None:
         self._has_request = False  # a recovery restores a state from before the NaN
-        session.on_checkpoint(lambda folder: self._checkpoint_saved(session, folder))
 
     def found(self, session: Session, finding: Finding) -> None:
         from torchhooks.tools.autopsy.request import leave
 
-        self._has_request = leave(session, *finding) or self._has_request
+        if leave(session, *finding):
+            self._has_request = True
+            if self._session is not session:
+                self._session = session
+                session.on_checkpoint(partial(self._checkpoint_saved, session))
 
     def _checkpoint_saved(self, session: Session, folder: str) -> None:
         """Put the request aside: the script has caught the error, and the training has gone on from that state."""
         if self._has_request and folder == session.checkpoint_dir:  # where the next process resumes
-            self._has_request = False
             from torchhooks.tools.autopsy.request import put_aside_as_caught
 
+            self._has_request = False
             put_aside_as_caught(session)
 
 

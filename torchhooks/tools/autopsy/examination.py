@@ -58,21 +58,20 @@ _WATCHED = 5  # runs before the one in question, in which a parameter may have b
 _MOST_ATTEMPTS = 2  # of processes that ended before they had looked at the step, because of the watching or not
 
 
-def with_examination(plan: LoopPlan) -> LoopPlan:
-    """Return ``plan``, changed as the request in its folder wants it; unchanged if there is nothing to examine."""
-    assert plan.folder is not None
+def with_examination(plan: LoopPlan, folder: str) -> LoopPlan:
+    """Return ``plan``, changed as the request in ``folder`` wants it; unchanged if there is nothing to examine."""
     try:
-        request = requests.read_request(plan.folder)
+        request = requests.read_request(folder)
     except ValueError as error:
         logger.warning("no autopsy: %s", error)
         return plan
     if request is None:
         return plan
     try:
-        return _with_examination(plan, plan.folder, request)
+        return _with_examination(plan, folder, request)
     except Exception as error:
         logger.warning("no autopsy: %s, which is put aside, cannot be followed", requests.NAME, exc_info=error)
-        requests.give_up(plan.folder, request, brief(error))
+        requests.give_up(folder, request, brief(error))
         return plan
 
 
@@ -196,18 +195,20 @@ class ExaminationHook(SessionRunHook):
     def next_due(self) -> Due | None:
         return NEVER if self._examination is None or self._examination.is_over else None
 
+    @property
+    def _current(self) -> Examination:
+        assert self._examination is not None, "no run comes before a session"
+        return self._examination
+
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
-        assert self._examination is not None
-        return self._examination.begin_run(run_context)
+        return self._current.begin_run(run_context)
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
-        assert self._examination is not None
-        self._examination.end_step(run_context, run_values.results)
+        self._current.end_step(run_context, run_values.results)
 
     def after_all(self, run_context: SessionRunContext) -> None:
         """End the run, for which all other hooks were called."""
-        assert self._examination is not None
-        self._examination.end_run(run_context)
+        self._current.end_run(run_context)
 
     def teardown(self) -> None:
         if self._examination is not None:
