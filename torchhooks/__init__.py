@@ -96,29 +96,28 @@ if typing.TYPE_CHECKING:
 
     __version__: str
 else:  # not for type checkers, which would let every name pass
+    _tools = importlib.util.find_spec("torchhooks.tools")
+    _has_tools = _tools is not None and _tools.origin is not None  # a folder that was emptied has no origin
 
     def __getattr__(name: str) -> object:
         """Return a hook of one of the tools, which are imported on request.
 
         So is ``__version__``, because the metadata of packages is slow to find.
         """
-        if name == "LedgerHook":
+        if name == "LedgerHook" and _has_tools:
             from torchhooks.tools.ledger.hook import LedgerHook
 
             return LedgerHook
-        if name == "MirrorHook":
+        if name == "MirrorHook" and _has_tools:
             from torchhooks.tools.mirror.hook import MirrorHook
 
             return MirrorHook
         if name != "__version__":
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            where = ": it is in torchhooks/tools, which is not there" if name in ("LedgerHook", "MirrorHook") else ""
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{where}")
         from torchhooks.common.text import installed_version
 
         return installed_version()
-
-
-if importlib.util.find_spec("torchhooks.tools") is not None:  # nothing else needs that folder
-    import torchhooks.tools.plugins  # noqa: F401 - after all that it imports
 
 
 __all__ = [
@@ -204,3 +203,10 @@ __all__ = [
     "summary",
     "unregister_extension",
 ]
+
+if not typing.TYPE_CHECKING:
+    if _has_tools:
+        import torchhooks.tools.plugins  # noqa: F401 - it has the tools join every loop
+    else:
+        __all__.remove("LedgerHook")
+        __all__.remove("MirrorHook")

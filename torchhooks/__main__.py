@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import sys
 import time
@@ -37,7 +36,7 @@ def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
         help="write the state_dict() of the model in the newest undamaged checkpoint, with the names of the bare model",
     )
     command.set_defaults(call=lambda given: _checkpoints(given.path, given.export, given.json))
-    if importlib.util.find_spec("torchhooks.tools") is not None:
+    if "torchhooks.tools.plugins" in sys.modules:  # nothing else needs the folder of the tools
         from torchhooks.tools.commands import add_commands
 
         add_commands(commands)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,10 +32,11 @@ from torchhooks import (
     register_extension,
     unregister_extension,
 )
-from torchhooks.data.cursor import ItemLimit
 from torchhooks.lifecycle.coordinator import Coordinator
 from torchhooks.lifecycle.extension import Training
 from torchhooks.lifecycle.settings import LoopSettings
+
+Lines = list[tuple[str, str]]
 
 
 @contextmanager
@@ -281,16 +285,28 @@ def test_the_plan_says_what_the_script_has_given(tmp_path: Path) -> None:
     ]
 
 
-def test_extensions_are_asked_in_order_with_the_plan_of_the_one_before() -> None:
-    seen: list[int] = []
+def test_the_extension_that_was_registered_first_is_the_outermost() -> None:
+    calls: list[Any] = []
 
-    def change(plan: LoopPlan) -> LoopPlan:
-        seen.append(len(plan.last))
-        return replace(plan, last=(*plan.last, SessionRunHook()))
+    def adding(name: str) -> Callable[[LoopPlan], Extension]:
+        class Adding(Recording):
+            def plan(self, plan: LoopPlan) -> LoopPlan:
+                self.note("plan")
+                first, last = Hook(calls, f"{name}.first"), Hook(calls, f"{name}.last")
+                return replace(plan, first=(first, *plan.first), last=(*plan.last, last))
 
-    with registered(lambda plan: Planning(change)), registered(lambda plan: Planning(change)):
-        MonitoredLoop(lambda: None).close()
-    assert seen == [0, 1]
+        return lambda plan: Adding(calls, name=f"{name}.")
+
+    with registered(adding("a")), registered(adding("b")), MonitoredLoop(lambda: None) as loop:
+        loop.run()
+    names = [call if isinstance(call, str) else call[0] for call in calls]
+    order = [name for name in names if name[2:] in ("plan", "begin", "start", "finish", "close")]
+    assert order == [
+        *("b.plan", "a.plan", "a.begin", "b.begin", "a.start", "b.start"),
+        *("a.finish", "b.finish", "b.close", "a.close"),
+    ]
+    runs = [name for name in names if name.endswith("after_run")]
+    assert runs == [f"{name}.after_run" for name in ("a.first", "b.first", "b.last", "a.last")]
 
 
 def test_a_loop_begins_with_the_checkpoint_of_the_plan(tmp_path: Path) -> None:
@@ -311,7 +327,7 @@ def test_a_loop_begins_with_the_checkpoint_of_the_plan(tmp_path: Path) -> None:
 def test_the_loops_of_one_depth_take_so_many_items(limit: int | None, items: int) -> None:
     taken = []
     with (
-        registered(lambda plan: Planning(lambda plan: replace(plan, most_items=ItemLimit(2, 2)))),
+        registered(lambda plan: Planning(lambda plan: replace(plan, most_items=(2, 2)))),
         MonitoredLoop(lambda: None) as loop,
     ):
         for epoch in loop.until_stop(range(3)):
@@ -325,12 +341,45 @@ def test_the_loops_of_one_depth_take_so_many_items(limit: int | None, items: int
     ("make", "message"),
     [
         (lambda plan: Planning(lambda plan: None), r"plan of <.*Planning .*> returned None: return the plan"),  # type: ignore[arg-type, return-value]
-        (lambda plan: Planning(lambda plan: replace(plan, last=(print,))), "which is no hook"),  # type: ignore[arg-type]
         (lambda plan: plan, r"returned LoopPlan.*: return an Extension, or None"),
     ],
 )
 def test_what_is_no_plan_and_no_extension_is_an_error(make: Any, message: str) -> None:
     with registered(make), pytest.raises(TypeError, match=message):
+        MonitoredLoop(lambda: None)
+
+
+HOOK = SessionRunHook()
+
+
+class Strange(SessionRunHook):
+    """Does not take what the loop passes."""
+
+    def after_run(self) -> None: ...  # type: ignore[override]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"last": (print,)}, "as a hook: a hook is an instance of SessionRunHook"),
+        ({"last": HOOK}, "a plan with last=<.*>: it must be a tuple of hooks"),
+        ({"first": None}, "a plan with first=None: it must be a tuple of hooks"),
+        ({"first": (HOOK,), "last": (HOOK,)}, "twice: the loop would call it twice"),
+        ({"last": (Strange(),)}, "hook 0 of an extension is a Strange, whose after_run does not take"),
+        ({"folder": "elsewhere"}, "folder='elsewhere': folder says what the script has given"),
+        ({"step": print}, "step says what the script has given"),
+        ({"counts_runs": False}, "counts_runs says what the script has given"),
+        ({"checkpoint": "model.ckpt-1"}, "checkpoint='model.ckpt-1': it must be the name of a checkpoint in folder"),
+        ({"checkpoint": 7}, "it must be the name of a checkpoint"),
+        ({"most_items": 3}, r"most_items=3: it must be \(depth, items\), both from 1 on"),
+        ({"most_items": (1, 0)}, "both from 1 on"),
+    ],
+)
+def test_what_a_plan_cannot_have_is_an_error(change: dict[str, Any], message: str) -> None:
+    with (
+        registered(lambda plan: Planning(lambda plan: replace(plan, **change))),
+        pytest.raises((TypeError, ValueError), match=message),
+    ):
         MonitoredLoop(lambda: None)
 
 
@@ -351,7 +400,7 @@ def test_an_error_while_the_loop_is_created_is_that_of_its_constructor(fails: st
     calls: list[Any] = []
     with registered(lambda plan: Recording(calls, fails)), pytest.raises(ValueError, match=fails) as caught:
         MonitoredLoop(lambda: None, hooks=[Hook(calls)])
-    assert f"torchhooks: in Recording.{fails}" in caught.value.__notes__
+    assert f"torchhooks: in {fails} of Recording" in caught.value.__notes__
     closed = [] if fails == "plan" else [(method, f"ValueError: {fails}", True) for method in ("finish", "close")]
     assert [call for call in calls if call[0] in ("finish", "close")] == closed
     assert ("hook.begin" in calls) == (fails == "start")
@@ -367,7 +416,7 @@ def test_what_did_not_begin_is_not_closed() -> None:
     ):
         MonitoredLoop(lambda: None)
     assert calls == [
-        *("a.plan", "b.plan", "a.begin"),
+        *("b.plan", "a.plan", "a.begin"),
         *((f"a.{method}", "ValueError: a.begin", True) for method in ("finish", "close")),
     ]
 
@@ -423,11 +472,48 @@ def test_a_finding_has_the_hook_and_what_the_step_got() -> None:
     assert loop.stop_reason == "NanTensorHook: loss is NaN at step 1"
 
 
-def test_an_error_of_an_extension_that_hears_of_a_nan_is_one_of_the_run() -> None:
+@pytest.mark.parametrize("error", [ValueError, StopIteration, AbortedError])
+def test_an_error_of_an_extension_takes_not_the_place_of_a_nan(error: type[Exception], lines: Lines) -> None:
+    calls: list[Any] = []
+
+    class Failing(Extension):
+        def found(self, session: Session, finding: Finding) -> None:
+            raise error("of the extension")
+
     with (
-        registered(lambda plan: Recording([], "found")),
-        pytest.raises(ValueError, match="found") as caught,
+        registered(lambda plan: Failing()),
+        registered(lambda plan: Recording(calls)),
+        pytest.raises(NanLossDuringTrainingError),
         MonitoredLoop(nan, hooks=[NanTensorHook("loss")]) as loop,
     ):
         loop.run()
-    assert "torchhooks: in Recording.found" in caught.value.__notes__
+    assert ("found", "loss is NaN at step 1") in calls
+    assert ("ERROR", "an extension that was told of a finding has failed: loss is NaN at step 1") in lines
+
+
+def test_an_error_at_the_end_is_logged_before_a_signal_ends_the_process(lines: Lines) -> None:
+    received = []
+
+    def train() -> None:
+        with MonitoredLoop(lambda: None, signals=["SIGTERM"]) as loop:
+            for _ in loop.until_stop(range(3)):
+                loop.run()
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    old = signal.signal(signal.SIGTERM, lambda number, frame: received.append(len(lines)))
+    try:
+        with registered(lambda plan: Recording([], "close")), pytest.raises(ValueError, match="close"):
+            train()
+    finally:
+        signal.signal(signal.SIGTERM, old)
+    logged = lines.index(("ERROR", "an error, logged now because signal SIGTERM may end the process"))
+    assert received == [logged + 1]
+
+
+def test_a_method_without_a_name_may_fail_too() -> None:
+    class Partial(Extension):
+        begin = functools.partial(int, "no number")  # type: ignore[assignment]
+
+    with registered(lambda plan: Partial()), pytest.raises(TypeError) as caught:
+        MonitoredLoop(lambda: None)
+    assert caught.value.__notes__ == ["torchhooks: in a method of Partial"]

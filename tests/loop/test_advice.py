@@ -23,7 +23,7 @@ from torchhooks import (
     SessionRunValues,
 )
 from torchhooks.loop import advice
-from torchhooks.loop.advice import CLOSED, CREATED, FIRST_RUN
+from torchhooks.loop.advice import CLOSED, CREATED, FIRST_RUN, GIVEN
 from torchhooks.testing import log_lines
 
 Lines = list[tuple[str, str]]
@@ -110,12 +110,12 @@ ADVICE: dict[str, tuple[Callable[[Path], object], str]] = {
 
 def functions() -> Iterator[str]:
     for name, function in inspect.getmembers(advice, inspect.isfunction):
-        if function.__module__ == advice.__name__:
+        if function.__module__ == advice.__name__ and not name.startswith("_"):
             yield name
 
 
 def test_every_function_has_a_moment_and_a_script() -> None:
-    names = [function.__name__ for function in (*CREATED, *FIRST_RUN, *CLOSED)]
+    names = [function.__name__ for function in (*GIVEN, *CREATED, *FIRST_RUN, *CLOSED)]
     assert sorted(names) == [*functions()] == sorted(ADVICE)
 
 
@@ -164,8 +164,31 @@ class Nameless(CheckpointSaverHook):
         raise RuntimeError("no name yet")
 
 
-def test_advice_that_fails_ends_no_training_run(tmp_path: Path) -> None:
+def test_a_hook_that_cannot_be_written_hides_no_advice(tmp_path: Path) -> None:
     with log_lines() as lines:
         Train(Nameless(tmp_path / "a", save_steps=1), checkpoint_dir=tmp_path / "b")
+    assert len([text for _, text in lines if "the loop will never resume from what a Nameless saves" in text]) == 1
+
+
+class Failing(LoggingTensorHook):
+    @property
+    def fetches_to_come(self) -> None:
+        raise RuntimeError("not yet")
+
+
+def test_advice_that_fails_ends_no_training_run(tmp_path: Path) -> None:
+    with log_lines() as lines:
+        Train(Failing(["loss"], every_n_steps=9), CheckpointSaverHook(tmp_path, save_steps=9), Counting())
     assert ("WARNING", "a check of the loop, which only gives advice, has failed") in lines
-    assert "saving a checkpoint of step 2" in " ".join(text for _, text in lines)
+    assert len([text for _, text in lines if "move it to the front" in text]) == 1, "of the next function"
+
+
+class FailingToBegin(SessionRunHook):
+    def begin(self) -> None:
+        raise ZeroDivisionError
+
+
+def test_a_hook_that_calls_another_one_is_named_though_a_begin_fails() -> None:
+    with log_lines() as lines, pytest.raises(ZeroDivisionError):
+        MonitoredLoop(lambda: None, hooks=[Outer(), Idle(), FailingToBegin()])
+    assert [text.partition(",")[0] for _, text in lines] == ["hooks[1] is a Idle", "hooks[0] is a Outer"]

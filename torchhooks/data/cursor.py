@@ -34,22 +34,15 @@ Saved = dict[str, Any]
 """A part of a checkpoint."""
 
 
-class ItemLimit(NamedTuple):
-    """A limit of the items of all loops of one depth, from 1 on, so that a few runs pass through several epochs."""
-
-    depth: int
-    items: int
-
-
 IN_MEMORY = (range, list, tuple)
 """What draws no random numbers, and what a later process may pass with more items at its end."""
 
 
-def shortened_limit(depth: int, limit: int | None, most_items: ItemLimit | None) -> int | None:
-    """Return the greatest number of items that a loop may take, of ``limit`` and ``most_items``."""
-    if most_items is None or depth != most_items.depth:
+def shortened_limit(depth: int, limit: int | None, most_items: tuple[int, int] | None) -> int | None:
+    """Return the greatest number of items that a loop may take, of ``limit`` and of ``most_items``, for one depth."""
+    if most_items is None or depth != most_items[0]:
         return limit
-    return most_items.items if limit is None else min(limit, most_items.items)
+    return most_items[1] if limit is None else min(limit, most_items[1])
 
 
 class CursorState(Enum):

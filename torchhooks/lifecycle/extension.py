@@ -23,7 +23,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from torchhooks.common.errors import add_note
 from torchhooks.common.text import shown
-from torchhooks.data.cursor import ItemLimit
 from torchhooks.data.position import DataPosition
 from torchhooks.lifecycle.hook import SessionRunHook
 from torchhooks.lifecycle.loop_state import LoopState
@@ -50,7 +49,8 @@ class LoopPlan:
         checkpoint: the name of the checkpoint to begin with; ``None`` for the newest one in ``folder``.
         counts_runs: whether each run makes one global step, and not the steps of the optimizer.
         first, last: the hooks of extensions, which are called before and after those of the script.
-        most_items: a limit of the items of all ``until_stop`` of one depth; ``None`` for no limit.
+        most_items: ``(depth, items)``, a limit of the items of all ``until_stop`` of one depth, from 1 on; ``None`` for
+            no limit.
     """
 
     hooks: tuple[SessionRunHook, ...] = ()
@@ -60,7 +60,7 @@ class LoopPlan:
     counts_runs: bool = True
     first: tuple[SessionRunHook, ...] = ()
     last: tuple[SessionRunHook, ...] = ()
-    most_items: ItemLimit | None = None
+    most_items: tuple[int, int] | None = None
 
     @property
     def all_hooks(self) -> tuple[SessionRunHook, ...]:
@@ -107,14 +107,18 @@ class Extension:
     it has ended: StopAtStepHook: step 2
     >>> unregister_extension(make)
 
-    An exception of :meth:`plan`, :meth:`begin` or :meth:`start` is one of the loop's constructor. One of :meth:`finish`
-    or :meth:`close` is raised when the loop is closed, after everything else was closed.
+    The extension that was registered first is the outermost, as the tools of torchhooks are: it plans last, so that it
+    sees the hooks of all others, begins first, and closes last.
+
+    An exception of :meth:`plan`, :meth:`begin` or :meth:`start` is one of the loop's constructor, or of the run from
+    which the loop recovers. One of :meth:`finish` or :meth:`close` is raised when the loop is closed, after everything
+    else was closed. One of :meth:`found` is logged, so that it does not take the place of what was found.
     """
 
     def plan(self, plan: LoopPlan) -> LoopPlan:
-        """Called first: return with what the loop begins, which is ``plan`` or another plan.
+        """Called first: return with what the loop begins, which is ``plan`` or a copy of it with changes.
 
-        Extensions are asked in the order in which their factories were registered.
+        Hooks that are added have to leave in ``plan.first`` and ``plan.last`` what other extensions have added.
         """
         return plan
 
@@ -136,12 +140,12 @@ class Extension:
 
 Factory = Callable[[LoopPlan], Extension | None]
 """Returns the extension of a loop that is created; ``None`` for a loop that gets none."""
-_Factory = TypeVar("_Factory", bound=Factory)
+F = TypeVar("F", bound=Factory)
 
 _factories: list[Factory] = []
 
 
-def register_extension(factory: _Factory) -> _Factory:
+def register_extension(factory: F) -> F:
     """Have every loop that is created from now on ask ``factory(plan)`` for an :class:`Extension`. A decorator, too.
 
     The factory returns a new extension for the loop, or ``None`` if the loop gets none.
@@ -171,36 +175,64 @@ def unregister_extension(factory: Factory) -> None:
 def planned(plan: LoopPlan) -> tuple[LoopPlan, tuple[Extension, ...]]:
     """Return with what a loop begins for which the script has ``plan``, and the extensions of the loop.
 
+    The extension that was registered first is the outermost: it plans last, so that it sees the hooks of all others.
+
     Raises:
-        TypeError: a factory or an extension returned something else than it has to.
+        TypeError, ValueError: a factory or an extension returned something else than it has to.
     """
     extensions: list[Extension] = []
-    for factory in [*_factories]:
+    for factory in reversed(_factories):
         extension = factory(plan)
         if extension is None:
             continue
         if not isinstance(extension, Extension):
             raise TypeError(f"the factory {shown(factory)} returned {shown(extension)}: return an Extension, or None")
-        plan = called(extension.plan, plan)
-        if not isinstance(plan, LoopPlan):
+        changed = called(extension, extension.plan, plan)
+        if not isinstance(changed, LoopPlan):
             raise TypeError(
-                f"plan of {shown(extension)} returned {shown(plan)}: return the plan that it got, or another LoopPlan, "
-                "such as dataclasses.replace(plan, last=(*plan.last, hook))"
+                f"plan of {shown(extension)} returned {shown(changed)}: return the plan that it got, or another "
+                "LoopPlan, such as dataclasses.replace(plan, last=(*plan.last, hook))"
             )
-        for hook in plan.all_hooks:
-            if not isinstance(hook, SessionRunHook):
-                raise TypeError(f"plan of {shown(extension)} returned a plan with {shown(hook)}, which is no hook")
+        _check_plan(extension, plan, changed)
+        plan = changed
         extensions.append(extension)
-    return plan, tuple(extensions)
+    return plan, tuple(reversed(extensions))
+
+
+def _check_plan(extension: Extension, before: LoopPlan, plan: LoopPlan) -> None:
+    """Raise unless ``extension`` may have made ``plan`` out of the plan ``before``."""
+    what = f"plan of {shown(extension)} returned a plan with"
+    for name in ("step", "folder", "counts_runs"):
+        if getattr(plan, name) not in (getattr(before, name),):  # the same object, or an equal one
+            raise ValueError(
+                f"{what} {name}={shown(getattr(plan, name))}: {name} says what the script has given. An extension can "
+                "change hooks, first, last, checkpoint and most_items"
+            )
+    for name in ("first", "hooks", "last"):
+        if not isinstance(getattr(plan, name), tuple):
+            raise TypeError(f"{what} {name}={shown(getattr(plan, name))}: it must be a tuple of hooks")
+    for index, hook in enumerate(plan.all_hooks):
+        if not isinstance(hook, SessionRunHook):
+            raise TypeError(f"{what} {shown(hook)} as a hook: a hook is an instance of SessionRunHook")
+        if any(hook is other for other in plan.all_hooks[:index]):
+            raise ValueError(f"{what} {shown(hook)} twice: the loop would call it twice")
+    if plan.checkpoint is not None and (not isinstance(plan.checkpoint, str) or plan.folder is None):
+        raise ValueError(f"{what} checkpoint={shown(plan.checkpoint)}: it must be the name of a checkpoint in folder")
+    limit: object = plan.most_items
+    if limit is not None and not (
+        isinstance(limit, tuple) and len(limit) == 2 and all(isinstance(each, int) and each > 0 for each in limit)
+    ):
+        raise ValueError(f"{what} most_items={shown(limit)}: it must be (depth, items), both from 1 on, or None")
 
 
 _R = TypeVar("_R")
 
 
-def called(method: Callable[..., _R], *args: object) -> _R:
-    """Return what the ``method`` of an extension returns. An exception gets a note that names the method."""
+def called(extension: Extension, method: Callable[..., _R], *args: object) -> _R:
+    """Return what the ``method`` of ``extension`` returns. An exception gets a note that names both."""
     try:
         return method(*args)
     except BaseException as error:
-        add_note(error, f"torchhooks: in {method.__qualname__}")
+        name = getattr(method, "__name__", "a method")  # a partial has none
+        add_note(error, f"torchhooks: in {name} of {type(extension).__name__}")
         raise

@@ -1,7 +1,8 @@
 """Advice: what a script probably does not mean, though nothing of it is an error.
 
-There are three moments to say it: when the loop was created, at the end of its first run that has counted a step, and
-when it is closed. Each has a tuple of functions below, which yield log lines. The chief says them, once in a loop.
+There are moments to say it: before the hooks begin, when the loop was created, at the end of its first run that has
+counted a step, and when it is closed. Each has a tuple of functions below, which yield log lines. The chief says them,
+once in a loop.
 
 A function here only reads what the loop and its hooks have in their attributes. What has to call ``state_dict()``,
 which may be a collective or draw random numbers, stays at the save; what changes something or raises stays in its flow.
@@ -24,7 +25,7 @@ from torchhooks.common.text import shortened
 from torchhooks.common.timers import first_due
 from torchhooks.data.position import Return
 from torchhooks.fetches.names import parameters_of
-from torchhooks.lifecycle.hook import PeriodicHook, StandardHook, overrides
+from torchhooks.lifecycle.hook import PeriodicHook, SessionRunHook, StandardHook, overrides
 from torchhooks.lifecycle.loop_state import NO_OUTPUTS, LoopState, StoppedBy
 from torchhooks.loop.arguments import HOOK_METHODS, LoopArguments, is_of_package
 from torchhooks.loop.caught import CaughtErrors
@@ -63,7 +64,15 @@ class Advice:
                 logger.warning("a check of the loop, which only gives advice, has failed", exc_info=error)
 
 
-# -- when the loop was created ----------------------------------------------------------------------------------------
+def _named(hook: SessionRunHook) -> str:
+    """Return the ``repr`` of ``hook``; its class if that fails, which must not hide the advice."""
+    try:
+        return repr(hook)
+    except Exception:
+        return f"a {type(hook).__name__}"
+
+
+# -- before the hooks begin -------------------------------------------------------------------------------------------
 
 
 def unused_methods(parts: LoopParts) -> Iterator[Line]:
@@ -101,6 +110,12 @@ def inner_hooks(parts: LoopParts) -> Iterator[Line]:
                 "calls is never due. To have this loop call it, put it into the list. A hook that has to give it "
                 "something can be a subclass of it, or share an object with it",
             )
+
+
+GIVEN = (unused_methods, inner_hooks)
+
+
+# -- when the loop was created ----------------------------------------------------------------------------------------
 
 
 def no_saver(parts: LoopParts) -> Iterator[Line]:
@@ -171,12 +186,12 @@ def another_folder(parts: LoopParts) -> Iterator[Line]:
     if places and os.path.realpath(folder) not in places:
         yield (
             logging.WARNING,
-            f"checkpoint_dir={folder!r}: the loop will never resume from what {saving[0]!r} saves: leave out the "
+            f"checkpoint_dir={folder!r}: the loop will never resume from what {_named(saving[0])} saves: leave out the "
             "hook's checkpoint_dir, and it takes the loop's",
         )
 
 
-CREATED = (unused_methods, inner_hooks, no_saver, missing_parts, other_parameters, another_folder)
+CREATED = (no_saver, missing_parts, other_parameters, another_folder)
 
 
 # -- at the end of the first run that has counted a step --------------------------------------------------------------
@@ -202,14 +217,16 @@ def late_hooks(parts: LoopParts) -> Iterator[Line]:
     """
     if parts.sessions.position.depth:
         return
-    hooks, states = parts.arguments.hooks, [*parts.arguments.hook_states.values()]
+    hooks, states = parts.arguments.plan.hooks, [*parts.arguments.hook_states.values()]
     saver = next((hook for hook in hooks if hook.saves_checkpoints), None)
-    for hook in () if saver is None else hooks[hooks.index(saver) :]:
+    if saver is None:
+        return
+    for hook in hooks[hooks.index(saver) :]:
         if any(each is hook and not each.state_is_optional for each in states):  # type: ignore[comparison-overlap]
             yield (
                 logging.WARNING,
-                f"{hook!r} comes after {saver!r}, so without until_stop, checkpoints contain its state from before the "
-                "run: move it to the front",
+                f"{_named(hook)} comes after {_named(saver)}, so without until_stop, checkpoints contain its state "
+                "from before the run: move it to the front",
             )
 
 

@@ -85,7 +85,6 @@ class LoopArguments:
         """The hooks that no other rank has, so that they are called alone, even if they are collective."""
         self.metadata = plain_metadata(metadata)
         self.ranks = checked_ranks(ranks)
-        check_signatures(script_hooks)
         self.checkpoint_dir, checkpoint = checked_place(checkpoint_dir)
         """The folder of checkpoints."""
         plan = LoopPlan(
@@ -97,6 +96,7 @@ class LoopArguments:
         )
         self.plan, self.extensions = planned(plan)
         """With what the loop begins, and the extensions that join it."""
+        check_signatures(self.plan)
         self.checkpoint = self.plan.checkpoint
         """The name of the checkpoint in the folder to begin with; ``None`` for the newest."""
         self.hooks = self.plan.all_hooks
@@ -160,9 +160,11 @@ HOOK_METHODS = [name for name, value in vars(SessionRunHook).items() if callable
 """The names of the methods that a loop calls."""
 
 
-def check_signatures(hooks: Iterable[SessionRunHook]) -> None:
-    """Raise a TypeError if a hook of the script overrides a method in such a way that the loop cannot call it."""
-    for index, hook in enumerate(hooks):
+def check_signatures(plan: LoopPlan) -> None:
+    """Raise a TypeError if a hook in ``plan`` overrides a method in such a way that the loop cannot call it."""
+    named = {f"hooks[{index}] is a": hook for index, hook in enumerate(plan.hooks)}
+    named |= {f"hook {index} of an extension is a": hook for index, hook in enumerate((*plan.first, *plan.last))}
+    for name, hook in named.items():
         for method in () if is_of_package(hook) else HOOK_METHODS:
             if overrides(hook, method):
                 wanted = [*inspect.signature(getattr(SessionRunHook, method)).parameters]
@@ -170,8 +172,8 @@ def check_signatures(hooks: Iterable[SessionRunHook]) -> None:
                     inspect.signature(getattr(hook, method)).bind(*wanted[1:])
                 except TypeError:
                     raise TypeError(
-                        f"hooks[{index}] is a {type(hook).__name__}, whose {method} does not take what the loop "
-                        f"passes: define it as def {method}({', '.join(wanted)})"
+                        f"{name} {type(hook).__name__}, whose {method} does not take what the loop passes: define it "
+                        f"as def {method}({', '.join(wanted)})"
                     ) from None
                 except ValueError:  # a builtin without a signature
                     continue

@@ -16,7 +16,7 @@ from torchhooks.common.log import logger
 from torchhooks.device.readback import Readback
 from torchhooks.lifecycle.extension import Extension, Training, called
 from torchhooks.lifecycle.loop_state import Ending, LoopState, Phase
-from torchhooks.loop.advice import CLOSED, CREATED, Advice
+from torchhooks.loop.advice import CLOSED, CREATED, GIVEN, Advice
 from torchhooks.loop.arguments import LoopArguments
 from torchhooks.loop.boundaries import Boundaries
 from torchhooks.loop.open_loops import note_open_loop
@@ -70,8 +70,8 @@ class Life:
         """Handle signals, reach the other ranks, call every hook's ``begin``, and create the session of ``loop``."""
         arguments, state, schedule = self._arguments, self._state, self._schedule
         note_open_loop(loop, arguments, state)  # first: it refuses a loop that has a hook of another one
+        self._advice.say(GIVEN)  # before begin(), which such a hook may fail
         schedule.attach_triggers()  # before begin(), in which a hook may look at its trigger
-        self._watching.callback(self._attempt, state.signals.restore)  # first: an interrupt may come in the middle
         state.signals.install()
         if self._rank_sync is not None:
             weakref.finalize(loop, self._rank_sync.peers.abandon).atexit = False
@@ -101,10 +101,10 @@ class Life:
         for extension in arguments.extensions:
             self._extensions.append(extension)  # first: what fails in begin() is closed too
             self._watching.callback(self._close_extension, extension)
-            called(extension.begin, training, arguments.settings)
+            called(extension, extension.begin, training, arguments.settings)
 
     def _close_extension(self, extension: Extension) -> None:
-        self._attempt(called, extension.close, *self._outcome())
+        self._attempt(called, extension, extension.close, *self._outcome())
 
     def _count_steps_of_optimizer(self) -> None:
         if not self._state.steps_per_run:
@@ -148,9 +148,8 @@ class Life:
             self._recoveries.caught.close()
             if ending.left_by_signal:  # only now: until its hook's end() has waited for it, a checkpoint may be missing
                 self._log_stop()
-            logged = state.log_before_delivery(error, attempt.errors)
         finally:  # also after an interrupt between two of the calls
-            self._watching.close()  # last: each call above may hang. Then the signals, which may end the process
+            logged = self._close_watching(error)  # last: each call above may hang
         if error is None:
             attempt.raise_errors("several errors while the loop was closed")
             return
@@ -179,7 +178,7 @@ class Life:
         sessions.session.close_savers(attempt)  # after end(), which may save
         attempt(sessions.join_threads)
         for extension in self._extensions:  # before the teardown of a hook that copies what it writes
-            attempt(called, extension.finish, *self._outcome())
+            attempt(called, extension, extension.finish, *self._outcome())
         for slot in participants[: self._begun]:
             attempt(sessions.call, slot, "teardown", slot.hook.teardown)
         if sessions.gradients is not None:
@@ -188,6 +187,15 @@ class Life:
             sessions.services.unsaved.close()
         if self._rank_sync is not None:  # last, with the errors of all of the above
             attempt(self._rank_sync.leave, list(attempt.errors))
+
+    def _close_watching(self, error: BaseException | None) -> int:
+        """Close what watches the loop, and deliver the signals. Return how many errors of the close were logged."""
+        try:
+            self._watching.close()
+        finally:
+            logged = self._state.log_before_delivery(error, self._attempt.errors)
+            self._attempt(self._state.signals.restore)  # may end the process
+        return logged
 
     def _outcome(self) -> tuple[str, bool]:
         """Return why the loop has ended, and whether that is an error, also one of its close."""

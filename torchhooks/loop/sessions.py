@@ -138,7 +138,7 @@ class Sessions:
             self.call(slot, "after_create_session", slot.hook.after_create_session, session, self.coord)
         self._schedule.start()
         for extension in self._arguments.extensions:
-            called(extension.start, session)
+            called(extension, extension.start, session)
 
     def _restore(self) -> str | None:
         """Restore the newest checkpoint, or the caller's choice unless this loop has saved since.
@@ -211,7 +211,10 @@ class Sessions:
 
     def _tell_extensions(self, session: Session, finding: Finding) -> None:
         for extension in self._arguments.extensions:
-            called(extension.found, session, finding)
+            try:
+                called(extension, extension.found, session, finding)
+            except Exception as error:  # what the hook has found is what the caller has to see, and others too
+                logger.error("an extension that was told of a finding has failed: %s", finding.message, exc_info=error)
 
     def has_checkpoint(self) -> bool:
         """Return whether there is a checkpoint to restore."""

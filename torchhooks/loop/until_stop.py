@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from torchhooks.common.log import logger
-from torchhooks.data.cursor import ENDED, Cursor, ItemLimit, shortened_limit
+from torchhooks.data.cursor import ENDED, Cursor, shortened_limit
 from torchhooks.data.position import DATA_ENDED, Point
 from torchhooks.lifecycle.loop_state import IDLE, RUNNING, LeftBySignalError, LoopState, Phase, Stop, StoppedBy
 from torchhooks.loop.boundaries import Boundaries
@@ -45,7 +45,7 @@ class DataLoops:
         rank_sync: keeps the loop in step with the other ranks; ``None`` in a process that is alone.
         caught: which errors the script has caught.
         boundaries: does what is due between two runs.
-        most_items: a limit of the items of all loops of one depth.
+        most_items: a depth, and how many items the loops of it take at most; ``None`` for no limit.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class DataLoops:
         rank_sync: RankSync | None,
         caught: CaughtErrors,
         boundaries: Boundaries,
-        most_items: ItemLimit | None,
+        most_items: tuple[int, int] | None,
     ) -> None:
         self._state, self._schedule, self._sessions, self._rank_sync = state, schedule, sessions, rank_sync
         self._caught, self._boundaries, self._most_items = caught, boundaries, most_items

@@ -120,10 +120,13 @@ class WatchExtension(Extension):
                 self._watch.close()
 
 
+# The outermost first. The watch begins before what may hang, the examination surrounds the ledger of a script under
+# check, and all of them see the hooks that extensions of the script add.
+
+
 @register_extension
-def _check(plan: LoopPlan) -> CheckExtension | None:
-    file = os.environ.get(CHECK_PLAN)
-    return CheckExtension(file) if file else None
+def _watch(plan: LoopPlan) -> WatchExtension:
+    return WatchExtension()
 
 
 @register_extension
@@ -132,5 +135,6 @@ def _autopsy(plan: LoopPlan) -> AutopsyExtension:
 
 
 @register_extension
-def _watch(plan: LoopPlan) -> WatchExtension:
-    return WatchExtension()
+def _check(plan: LoopPlan) -> CheckExtension | None:
+    file = os.environ.get(CHECK_PLAN)
+    return CheckExtension(file) if file else None

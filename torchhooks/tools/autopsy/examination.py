@@ -76,7 +76,7 @@ def with_examination(plan: LoopPlan, folder: str) -> LoopPlan:
 
 
 def _with_examination(plan: LoopPlan, folder: str, request: requests.Request) -> LoopPlan:
-    examined, step = requests.examined_hooks(plan.hooks), request.step
+    examined, step = requests.examined_hooks(plan.all_hooks), request.step
     if not examined:
         return plan
     if request.attempts >= _MOST_ATTEMPTS:
@@ -291,7 +291,7 @@ class Examination:
 
     def begin_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
         """Watch the run that begins, if it is one of the last. Return what is asked of it."""
-        step = self._session.global_step + 1
+        step, self._raw, self._value = self._session.global_step + 1, None, None
         self._is_watching = step >= self._request.step - _WATCHED
         if not self._is_watching:
             return None
@@ -335,7 +335,7 @@ class Examination:
 
     def end_step(self, run_context: SessionRunContext, raw: Value) -> None:
         """Look at ``raw``, the value that :meth:`begin_run` has asked for."""
-        self._raw, self._value = raw, None
+        self._raw = raw
         if self._is_watching and self._request.kind == requests.NAN:
             self._conclude(run_context)
 
@@ -485,12 +485,12 @@ class Examination:
         if origin is not None:
             self._attempt(self._report_error, origin)
         else:  # the script may catch the error, and go on
-            self._attempt(watcher.end, watcher.step)
+            self._attempt(watcher.end, watcher.step, self._value)
         watcher.close()
 
     def _report_error(self, origin: Origin) -> None:
         step = self._session.global_step + 1
-        self._watcher.end(step)
+        self._watcher.end(step, self._value)
         note = "The step did not return, so the cause is the first of what was not finite by then."
         self._write(step, [self._report(step, origin, note, problem="the step raised an error")])
 

@@ -30,7 +30,7 @@ from torchhooks.common.errors import brief
 from torchhooks.common.files import alone_at, replacing
 from torchhooks.common.log import logger
 from torchhooks.common.random_states import random_states
-from torchhooks.fetches.names import describe
+from torchhooks.fetches.names import Fetch, describe
 from torchhooks.lifecycle.hook import StandardHook
 from torchhooks.lifecycle.session import Session
 from torchhooks.tools.autopsy.figures import values_in
@@ -108,12 +108,18 @@ def examined_hooks(hooks: Iterable[object]) -> dict[str, StandardHook]:
     found: dict[str, StandardHook] = {}
     for hook in hooks:
         if isinstance(hook, StandardHook) and hook.examined is not None:
-            # A repr() may have the address of a function, which is another one in each process.
-            fetch = re.sub(r" at 0x[0-9a-fA-F]+", "", describe(hook.examined))
-            key = hook.name or f"{type(hook).__name__} of {fetch}"
+            key = hook.name or f"{type(hook).__name__} of {_described(hook.examined)}"
             keys = itertools.chain([key], (f"{key}, number {number}" for number in itertools.count(2)))
             found[next(each for each in keys if each not in found)] = hook
     return found
+
+
+def _described(fetch: Fetch) -> str:
+    try:
+        # A repr() may have the address of a function, which is another one in each process.
+        return re.sub(r" at 0x[0-9a-fA-F]+", "", describe(fetch))
+    except Exception:  # of a __repr__ of the script, perhaps of a fetch of another hook than the one in question
+        return f"a {type(fetch).__name__}"
 
 
 def key_of(hook: object, hooks: Iterable[object]) -> str:

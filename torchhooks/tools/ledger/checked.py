@@ -21,7 +21,6 @@ import torch
 from torchhooks.common.files import placed, replacing
 from torchhooks.common.random_states import random_states, set_random_states
 from torchhooks.common.timers import EveryEpochs, EverySteps
-from torchhooks.data.cursor import ItemLimit
 from torchhooks.lifecycle.coordinator import Coordinator
 from torchhooks.lifecycle.extension import LoopPlan
 from torchhooks.lifecycle.hook import PeriodicHook, SessionRunContext, SessionRunHook, SessionRunValues
@@ -137,16 +136,19 @@ def watched(loop: LoopPlan, file: str) -> LoopPlan:
     """Return with what a loop begins under ``check``, which has written ``file`` for this process."""
     plan = ProcessPlan.read(file)
     tell_of_saves()
-    own = [hook for hook in loop.hooks if not leaves_machine(hook)]
+    first, hooks, last = (
+        tuple(hook for hook in given if not leaves_machine(hook)) for given in (loop.first, loop.hooks, loop.last)
+    )
+    own = [*first, *hooks, *last]
     for hook in own:
         if hook.saves_checkpoints and isinstance(hook, PeriodicHook) and not isinstance(hook.timer, EveryEpochs):
             _save_often(hook, max(plan.steps // 10, 1))
     return replace(
         loop,
-        hooks=tuple(own),
-        first=(LedgerHook(plan.ledger, what=WHAT), *loop.first),
-        last=(*loop.last, Cut(plan, own, loop.step)),
-        most_items=ItemLimit(plan.depth, plan.epoch_items) if plan.epoch_items else loop.most_items,
+        hooks=hooks,
+        first=(LedgerHook(plan.ledger, what=WHAT), *first),
+        last=(*last, Cut(plan, own, loop.step)),
+        most_items=(plan.depth, plan.epoch_items) if plan.epoch_items else loop.most_items,
     )
 
 
