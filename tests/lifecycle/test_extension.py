@@ -473,7 +473,7 @@ def test_a_finding_has_the_hook_and_what_the_step_got() -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError, StopIteration, AbortedError])
-def test_an_error_of_an_extension_takes_not_the_place_of_a_nan(error: type[Exception], lines: Lines) -> None:
+def test_an_error_of_an_extension_does_not_take_the_place_of_a_nan(error: type[Exception], lines: Lines) -> None:
     calls: list[Any] = []
 
     class Failing(Extension):

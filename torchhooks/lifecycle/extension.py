@@ -34,7 +34,7 @@ from torchhooks.ranks.ranks import LoopRanks
 
 @dataclass(frozen=True, kw_only=True)
 class LoopPlan:
-    """With what a loop begins. An extension returns a copy with changes, as ``dataclasses.replace`` makes it.
+    """What a loop begins with. An extension returns a copy with changes, as ``dataclasses.replace`` makes it.
 
     >>> from dataclasses import replace
     >>> plan = LoopPlan(hooks=(StopAtStepHook(last_step=5),))
@@ -116,9 +116,9 @@ class Extension:
     """
 
     def plan(self, plan: LoopPlan) -> LoopPlan:
-        """Called first: return with what the loop begins, which is ``plan`` or a copy of it with changes.
+        """Called first: return what the loop begins with, which is ``plan`` or a copy of it with changes.
 
-        Hooks that are added have to leave in ``plan.first`` and ``plan.last`` what other extensions have added.
+        Keep the hooks that other extensions have put into ``plan.first`` and ``plan.last``.
         """
         return plan
 
@@ -173,7 +173,7 @@ def unregister_extension(factory: Factory) -> None:
 
 
 def planned(plan: LoopPlan) -> tuple[LoopPlan, tuple[Extension, ...]]:
-    """Return with what a loop begins for which the script has ``plan``, and the extensions of the loop.
+    """Return what a loop begins with for which the script has ``plan``, and the extensions of the loop.
 
     The extension that was registered first is the outermost: it plans last, so that it sees the hooks of all others.
 

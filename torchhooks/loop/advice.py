@@ -1,7 +1,7 @@
 """Advice: what a script probably does not mean, though nothing of it is an error.
 
-There are moments to say it: before the hooks begin, when the loop was created, at the end of its first run that has
-counted a step, and when it is closed. Each has a tuple of functions below, which yield log lines. The chief says them,
+It is said at four moments: before the hooks begin, when the loop was created, at the end of its first run that has
+counted a step, and when it is closed. Each has a tuple of functions below, which yield log lines. The chief logs them,
 once in a loop.
 
 A function here only reads what the loop and its hooks have in their attributes. What has to call ``state_dict()``,
@@ -47,13 +47,13 @@ class LoopParts(NamedTuple):
 
 
 class Advice:
-    """Says what the functions of a tuple have to say of the loop with these ``parts``."""
+    """Logs advice about the loop with these ``parts``."""
 
     def __init__(self, parts: LoopParts) -> None:
         self._parts = parts
 
     def say(self, functions: tuple[Callable[[LoopParts], Iterator[Line]], ...]) -> None:
-        """Log the lines of ``functions``, on the chief."""
+        """Log the lines of ``functions``. Chief only."""
         if not self._parts.arguments.ranks.is_chief:
             return
         for function in functions:

@@ -95,7 +95,7 @@ class LoopArguments:
             counts_runs=bool(self.steps_per_run),
         )
         self.plan, self.extensions = planned(plan)
-        """With what the loop begins, and the extensions that join it."""
+        """What the loop begins with, and the extensions that join it."""
         check_signatures(self.plan)
         self.checkpoint = self.plan.checkpoint
         """The name of the checkpoint in the folder to begin with; ``None`` for the newest."""

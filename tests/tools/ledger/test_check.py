@@ -26,7 +26,7 @@ from support.processes import call
 from support.schemas import answer
 from torch import nn
 
-from torchhooks import CheckpointSaverHook, LoopPlan, MirrorHook, MonitoredLoop
+from torchhooks import CheckpointSaverHook, LoopPlan, MirrorHook, MonitoredLoop, SessionRunHook
 from torchhooks.__main__ import main
 from torchhooks.common.files import PLACES
 from torchhooks.tools.ledger import CHECK_PLAN, checked, keeper, processes
@@ -473,13 +473,16 @@ def test_a_loop_under_check_records_everything_saves_often_and_ends_its_process(
     assert replace(checked.Seen.read(plan.seen), secs=0.0) == replace(seen, secs=0.0) == expected
 
 
-def test_hooks_of_extensions_are_left_out_and_save_often_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hooks_of_scripts_and_extensions_are_left_out_and_save_often_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(PLACES, str(tmp_path / "places"))
     saver, far = CheckpointSaverHook(tmp_path / "run", save_steps=1000), MirrorHook(url="memory://another-machine/run")
     monkeypatch.setattr(checked.Cut, "_seen", checked.Seen())
     plan = checked.ProcessPlan(str(tmp_path / "ledger"), 100, str(tmp_path / "seen"), str(tmp_path / "walk"))
     plan.write(str(tmp_path / "plan"))
-    under_check = checked.watched(LoopPlan(first=(saver,), last=(far,)), str(tmp_path / "plan"))
+    own = type("Uploading", (SessionRunHook,), {"leaves_machine": True})()
+    under_check = checked.watched(LoopPlan(first=(saver,), hooks=(own,), last=(far,)), str(tmp_path / "plan"))
     assert [type(hook).__name__ for hook in under_check.all_hooks] == ["LedgerHook", "CheckpointSaverHook", "Cut"]
     assert saver.timer.every_steps == 10
 

@@ -133,7 +133,7 @@ class Seen:
 
 
 def watched(loop: LoopPlan, file: str) -> LoopPlan:
-    """Return with what a loop begins under ``check``, which has written ``file`` for this process."""
+    """Return what a loop begins with under ``check``, which has written ``file`` for this process."""
     plan = ProcessPlan.read(file)
     tell_of_saves()
     first, hooks, last = (
