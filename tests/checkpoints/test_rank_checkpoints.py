@@ -53,8 +53,8 @@ from torchhooks.checkpoints.saving import Contents, check_is_visible, write
 from torchhooks.checkpoints.steps import gather_from_all, run_on_all
 from torchhooks.common.digests import digests
 from torchhooks.common.files import Disk
-from torchhooks.lifecycle.loop_state import LoopState
 from torchhooks.lifecycle.session import LoopServices
+from torchhooks.progress.loop_state import LoopState
 from torchhooks.ranks.ranks import LoopRanks
 from torchhooks.testing import log_lines
 from torchhooks.tools.run_record import NAME as RECORD_NAME

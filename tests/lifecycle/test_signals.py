@@ -19,8 +19,8 @@ import pytest
 import torch
 from support.processes import fork_program
 
-import torchhooks.lifecycle.loop_state
-import torchhooks.lifecycle.signals
+import torchhooks.progress.loop_state
+import torchhooks.progress.signals
 from torchhooks import (
     AbortedError,
     CheckpointError,
@@ -39,8 +39,8 @@ from torchhooks import (
     latest_checkpoint,
 )
 from torchhooks.common.files import Disk
-from torchhooks.lifecycle.loop_state import LoopState, Stop, StoppedBy
-from torchhooks.lifecycle.signals import SignalWatch, print_no_traceback_of
+from torchhooks.progress.loop_state import LoopState, Stop, StoppedBy
+from torchhooks.progress.signals import SignalWatch, print_no_traceback_of
 from torchhooks.testing import RecordingHook
 
 MODEL = torch.nn.Linear(1, 1)
@@ -603,9 +603,9 @@ def test_a_second_sigterm_reaches_its_old_handler_at_once_unless_it_repeats_the_
 def test_a_second_sigterm_ends_the_process_by_default() -> None:
     program = """
         import signal
-        import torchhooks.lifecycle.signals
-        torchhooks.lifecycle.signals._SAME_REQUEST_SECS = 0.0
-        watch = torchhooks.lifecycle.signals.SignalWatch(["SIGTERM"])
+        import torchhooks.progress.signals
+        torchhooks.progress.signals._SAME_REQUEST_SECS = 0.0
+        watch = torchhooks.progress.signals.SignalWatch(["SIGTERM"])
         watch.install()
         signal.raise_signal(signal.SIGTERM)
         print("recorded", flush=True)
@@ -701,7 +701,7 @@ class InterruptedAt:
         self.names, self.left = names, number
 
     def __call__(self, frame: FrameType, event: str, argument: object) -> Any:
-        if frame.f_code.co_name not in self.names or frame.f_globals["__name__"] != "torchhooks.lifecycle.signals":
+        if frame.f_code.co_name not in self.names or frame.f_globals["__name__"] != "torchhooks.progress.signals":
             return None
         frame.f_trace_opcodes = True
         if event == "opcode":
@@ -865,7 +865,7 @@ def test_an_error_of_the_data_after_a_signal_is_part_of_the_stop(
 def test_a_signal_right_after_the_loss_of_a_worker_counts_too(
     error: Exception, delivered: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torchhooks.lifecycle.loop_state, "_LOST_WORKER_SECS", 300.0)
+    monkeypatch.setattr(torchhooks.progress.loop_state, "_LOST_WORKER_SECS", 300.0)
     later = threading.Timer(0.05, signal.raise_signal, (signal.SIGTERM,))
     with MonitoredLoop(lambda _: 0.5, signals=["SIGTERM"]) as loop:
         for item in loop.until_stop(Lost(error, later.start)):
@@ -876,7 +876,7 @@ def test_a_signal_right_after_the_loss_of_a_worker_counts_too(
 def test_a_signal_right_after_the_socket_of_a_worker_is_gone_counts_too(
     tmp_path: Path, delivered: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torchhooks.lifecycle.loop_state, "_LOST_WORKER_SECS", 300.0)
+    monkeypatch.setattr(torchhooks.progress.loop_state, "_LOST_WORKER_SECS", 300.0)
 
     def items() -> Iterator[int]:
         yield 0
@@ -895,7 +895,7 @@ def test_an_error_of_the_data_without_a_signal_is_an_error(
     error: Exception, signals: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Without signals, nothing is waited for.
-    monkeypatch.setattr(torchhooks.lifecycle.loop_state, "_LOST_WORKER_SECS", 0.0 if signals else 300.0)
+    monkeypatch.setattr(torchhooks.progress.loop_state, "_LOST_WORKER_SECS", 0.0 if signals else 300.0)
     with pytest.raises(type(error)) as caught, MonitoredLoop(lambda: 0.5, signals=signals) as loop:
         list(loop.until_stop(Lost(error)))
     assert caught.value is error
@@ -953,7 +953,7 @@ def test_the_death_of_a_worker_interrupts_only_the_wait_for_data(monkeypatch: py
 
     handler.__module__ = "torch.utils.data._utils.signal_handling"
     before = signal.signal(signal.SIGCHLD, handler)
-    monkeypatch.setattr(torchhooks.lifecycle.loop_state, "_LOST_WORKER_SECS", 0.0)
+    monkeypatch.setattr(torchhooks.progress.loop_state, "_LOST_WORKER_SECS", 0.0)
 
     def __next__() -> None:  # noqa: N807
         signal.raise_signal(signal.SIGCHLD)

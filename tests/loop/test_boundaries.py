@@ -33,9 +33,9 @@ from torchhooks import (
     SessionRunValues,
     StepContext,
 )
-from torchhooks.lifecycle.loop_state import Stop, StoppedBy
 from torchhooks.loop import boundaries
 from torchhooks.loop.boundaries import Boundaries
+from torchhooks.progress.loop_state import Stop, StoppedBy
 
 Loop = MonitoredLoop[Any]
 

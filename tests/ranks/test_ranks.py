@@ -67,9 +67,9 @@ from torchhooks import (
 )
 from torchhooks.common.files import Disk
 from torchhooks.common.log import logger
-from torchhooks.lifecycle.loop_state import LoopState, Stop, StoppedBy
 from torchhooks.loop.rank_sync import RankSync
 from torchhooks.loop.schedule import Schedule as HookSchedule
+from torchhooks.progress.loop_state import LoopState, Stop, StoppedBy
 from torchhooks.ranks.agreement import (
     BY_STOP_ITERATION,
     CLOSE,

@@ -25,9 +25,9 @@ from torchhooks.common.errors import add_note
 from torchhooks.common.text import shown
 from torchhooks.data.position import DataPosition
 from torchhooks.lifecycle.hook import SessionRunHook
-from torchhooks.lifecycle.loop_state import LoopState
 from torchhooks.lifecycle.session import Finding, Session
 from torchhooks.lifecycle.settings import LoopSettings
+from torchhooks.progress.loop_state import LoopState
 from torchhooks.ranks.peers import Peers
 from torchhooks.ranks.ranks import LoopRanks
 

@@ -95,9 +95,9 @@ from torchhooks.device.readback import Readback
 from torchhooks.fetches.evaluation import UNKNOWN, Caller
 from torchhooks.fetches.names import Fetch, Step, Value
 from torchhooks.lifecycle.coordinator import Coordinator
-from torchhooks.lifecycle.loop_state import LoopState
 from torchhooks.lifecycle.session import Session
 from torchhooks.lifecycle.trigger import Trigger
+from torchhooks.progress.loop_state import LoopState
 from torchhooks.ranks.ranks import Ranks
 
 NO_KWARGS: Mapping[str, object] = MappingProxyType({})

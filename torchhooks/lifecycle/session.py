@@ -28,7 +28,7 @@ from torchhooks.fetches.evaluation import Caller, Evaluator, watched_names
 from torchhooks.fetches.names import check_feed_names
 from torchhooks.fetches.over_ranks import RanksEvaluator
 from torchhooks.fetches.running import RunningValues
-from torchhooks.lifecycle.loop_state import NO_OUTPUTS, LoopState
+from torchhooks.progress.loop_state import NO_OUTPUTS, LoopState
 from torchhooks.ranks.ranks import LoopRanks, Ranks
 
 

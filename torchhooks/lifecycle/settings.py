@@ -9,7 +9,7 @@ from typing import Literal, cast
 
 from torchhooks.common.checks import exception_types, seconds, whole_number
 from torchhooks.common.text import shown
-from torchhooks.lifecycle.signals import checked_signals
+from torchhooks.progress.signals import checked_signals
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,11 +26,11 @@ from torchhooks.common.timers import first_due
 from torchhooks.data.position import Return
 from torchhooks.fetches.names import parameters_of
 from torchhooks.lifecycle.hook import PeriodicHook, SessionRunHook, StandardHook, overrides
-from torchhooks.lifecycle.loop_state import NO_OUTPUTS, LoopState, StoppedBy
 from torchhooks.loop.arguments import HOOK_METHODS, LoopArguments, is_of_package
 from torchhooks.loop.caught import CaughtErrors
 from torchhooks.loop.schedule import Schedule
 from torchhooks.loop.sessions import Sessions
+from torchhooks.progress.loop_state import NO_OUTPUTS, LoopState, StoppedBy
 
 Line = tuple[int, str]
 """The level of a log line, and its text."""

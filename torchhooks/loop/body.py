@@ -7,11 +7,11 @@ from types import TracebackType
 from torchhooks.common.errors import LifecycleError, add_note, brief
 from torchhooks.common.log import logger
 from torchhooks.lifecycle.hook import NO_KWARGS
-from torchhooks.lifecycle.loop_state import IDLE, RUNNING, LoopState
 from torchhooks.loop.boundaries import Boundaries
 from torchhooks.loop.recoveries import Recoveries
 from torchhooks.loop.runner import Run, Runner
 from torchhooks.loop.until_stop import DataLoops
+from torchhooks.progress.loop_state import IDLE, RUNNING, LoopState
 
 
 class Body:

@@ -44,12 +44,12 @@ from torchhooks.common.source import Line, leaves_at_end_of_body, lines_of_scrip
 from torchhooks.data.cursor import IN_ITEM, Cursor
 from torchhooks.data.position import Point
 from torchhooks.device.readback import Readback
-from torchhooks.lifecycle.loop_state import IDLE, RUNNING, LoopState, Phase
 from torchhooks.loop.epoch_end import EpochEnd
 from torchhooks.loop.rank_sync import RankSync
 from torchhooks.loop.recoveries import Recoveries
 from torchhooks.loop.schedule import Schedule
 from torchhooks.loop.sessions import Sessions
+from torchhooks.progress.loop_state import IDLE, RUNNING, LoopState, Phase
 from torchhooks.ranks.agreement import HAS_CALLS, HAS_EPOCH
 
 _LEFT_AT_SHOULD_STOP = (

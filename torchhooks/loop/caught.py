@@ -14,7 +14,7 @@ from typing import NamedTuple
 from torchhooks.common.errors import add_note, brief, chain
 from torchhooks.common.log import logger
 from torchhooks.data.position import DataPosition
-from torchhooks.lifecycle.loop_state import NO_OUTPUTS, LoopState
+from torchhooks.progress.loop_state import NO_OUTPUTS, LoopState
 
 # The beginnings of a note that names a hook, and of one that names a run.
 _HOOK, _RUN = re.compile("torchhooks: in (?!run )"), re.compile("torchhooks: (in|after) run ")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 
 from torchhooks.lifecycle.hook import SessionRunContext, SessionRunValues
-from torchhooks.lifecycle.loop_state import LoopState
 from torchhooks.loop.first_runs import FirstRuns
 from torchhooks.loop.rank_sync import RankSync
 from torchhooks.loop.requests import NO_RESULTS, NOTHING_RECORDED, Request, check_late, check_request
 from torchhooks.loop.schedule import HookSlot, Schedule, note_hook
 from torchhooks.loop.sessions import Sessions
+from torchhooks.progress.loop_state import LoopState
 
 
 class EpochEnd:

@@ -6,10 +6,10 @@ from torchhooks.common.errors import LifecycleError
 from torchhooks.common.log import logger
 from torchhooks.common.timers import EveryEpochs
 from torchhooks.lifecycle.hook import PeriodicHook
-from torchhooks.lifecycle.loop_state import LoopState
 from torchhooks.loop.advice import FIRST_RUN, Advice
 from torchhooks.loop.schedule import Schedule
 from torchhooks.loop.sessions import Sessions
+from torchhooks.progress.loop_state import LoopState
 
 _RUNS_WITHOUT_STEP = 1000  # more than the gradients of one step accumulate over
 

@@ -15,7 +15,6 @@ from torchhooks.common.errors import Attempts, add_note, brief
 from torchhooks.common.log import logger
 from torchhooks.device.readback import Readback
 from torchhooks.lifecycle.extension import Extension, Training, called
-from torchhooks.lifecycle.loop_state import Ending, LoopState, Phase
 from torchhooks.loop.advice import CLOSED, CREATED, GIVEN, Advice
 from torchhooks.loop.arguments import LoopArguments
 from torchhooks.loop.boundaries import Boundaries
@@ -25,6 +24,7 @@ from torchhooks.loop.recoveries import Recoveries
 from torchhooks.loop.schedule import Schedule
 from torchhooks.loop.sessions import Sessions
 from torchhooks.loop.until_stop import DataLoops
+from torchhooks.progress.loop_state import Ending, LoopState, Phase
 
 
 class Life:

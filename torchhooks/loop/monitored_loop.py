@@ -32,10 +32,8 @@ from torchhooks.common.text import shortened, shown
 from torchhooks.device.readback import Readback
 from torchhooks.fetches.names import takes_one_argument
 from torchhooks.lifecycle.hook import SessionRunHook, overrides
-from torchhooks.lifecycle.loop_state import IDLE, NO_OUTPUTS, RUNNING, Ending, LeftBySignalError, LoopState, Phase
 from torchhooks.lifecycle.recovery import Recovery
 from torchhooks.lifecycle.session import Scaffold, Session
-from torchhooks.lifecycle.signals import print_no_traceback_of
 from torchhooks.loop.advice import Advice, LoopParts
 from torchhooks.loop.arguments import LoopArguments
 from torchhooks.loop.body import Body
@@ -50,6 +48,8 @@ from torchhooks.loop.runner import Runner
 from torchhooks.loop.schedule import Schedule
 from torchhooks.loop.sessions import Sessions
 from torchhooks.loop.until_stop import DataLoops
+from torchhooks.progress.loop_state import IDLE, NO_OUTPUTS, RUNNING, Ending, LeftBySignalError, LoopState, Phase
+from torchhooks.progress.signals import print_no_traceback_of
 from torchhooks.ranks.ranks import Ranks
 
 R = TypeVar("R", default=Any)  # the default is for a loop without a step function

@@ -8,8 +8,8 @@ import threading
 import weakref
 
 from torchhooks.fetches.names import bare_optimizer
-from torchhooks.lifecycle.loop_state import LoopState, Phase
 from torchhooks.loop.arguments import LoopArguments
+from torchhooks.progress.loop_state import LoopState, Phase
 
 
 def note_open_loop(loop: object, arguments: LoopArguments, state: LoopState) -> None:

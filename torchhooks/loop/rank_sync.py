@@ -23,8 +23,8 @@ from torchhooks.common.stateful import has_state
 from torchhooks.common.timers import AtSteps, EveryEpochs, EverySteps, Timer
 from torchhooks.data.cursor import length_of
 from torchhooks.lifecycle.hook import PeriodicHook, SessionRunHook
-from torchhooks.lifecycle.loop_state import NO_OUTPUTS, RUNNING, LoopState, Stop, StoppedBy
 from torchhooks.loop.schedule import Schedule
+from torchhooks.progress.loop_state import NO_OUTPUTS, RUNNING, LoopState, Stop, StoppedBy
 from torchhooks.ranks.agreement import (
     BY_STOP_ITERATION,
     CLOSE,

@@ -28,13 +28,13 @@ from typing import Any, TypeVar
 from torchhooks.common.errors import add_note, brief
 from torchhooks.device.readback import Readback
 from torchhooks.lifecycle.coordinator import Coordinator
-from torchhooks.lifecycle.loop_state import RUNNING, LoopState, Phase, StoppedBy
 from torchhooks.lifecycle.recovery import Recovery
 from torchhooks.loop.caught import CaughtErrors, Place
 from torchhooks.loop.first_runs import FirstRuns
 from torchhooks.loop.rank_sync import RankSync
 from torchhooks.loop.schedule import Schedule
 from torchhooks.loop.sessions import Sessions
+from torchhooks.progress.loop_state import RUNNING, LoopState, Phase, StoppedBy
 
 T = TypeVar("T")
 

@@ -24,7 +24,6 @@ from torchhooks.lifecycle.hook import (
     SessionRunContext,
     SessionRunValues,
 )
-from torchhooks.lifecycle.loop_state import NO_OUTPUTS, LoopState
 from torchhooks.loop.rank_sync import RankSync
 from torchhooks.loop.requests import (
     NO_RESULTS,
@@ -37,6 +36,7 @@ from torchhooks.loop.requests import (
 )
 from torchhooks.loop.schedule import HookSlot, Schedule, by_index, note_hook
 from torchhooks.loop.sessions import Sessions
+from torchhooks.progress.loop_state import NO_OUTPUTS, LoopState
 
 Run = tuple[SessionRunContext, list[Request], list[HookSlot], Recording | None]
 """A run in which hooks take part, from :meth:`Runner.begin` to :meth:`Runner.finish`.

@@ -21,9 +21,9 @@ from torchhooks.lifecycle.hook import (
     StandardHook,
     overrides,
 )
-from torchhooks.lifecycle.loop_state import LoopState
-from torchhooks.lifecycle.signals import HookSignals
 from torchhooks.lifecycle.trigger import Trigger
+from torchhooks.progress.loop_state import LoopState
+from torchhooks.progress.signals import HookSignals
 from torchhooks.ranks.ranks import Ranks
 
 _FAST_INT = 2**30 - 1
@@ -180,7 +180,7 @@ by_index = attrgetter("index")
 class Schedule:
     """The hooks of one loop that take part in runs, and the earliest point at which one of them is due.
 
-    What a run is compared with stands in the loop's ``state``: see :class:`torchhooks.lifecycle.loop_state.LoopState`.
+    What a run is compared with stands in the loop's ``state``: see :class:`torchhooks.progress.loop_state.LoopState`.
 
     Args:
         state: the state of the loop.

@@ -18,13 +18,13 @@ from torchhooks.device.readback import Readback
 from torchhooks.lifecycle.coordinator import Coordinator
 from torchhooks.lifecycle.extension import called
 from torchhooks.lifecycle.hook import RunServices, StandardHook
-from torchhooks.lifecycle.loop_state import LoopState, StoppedBy
 from torchhooks.lifecycle.recovery import Recovery
 from torchhooks.lifecycle.session import Finding, LoopServices, Session
 from torchhooks.loop.arguments import LoopArguments
 from torchhooks.loop.open_loops import is_of_a_loop
 from torchhooks.loop.rank_sync import RankSync
 from torchhooks.loop.schedule import HookSlot, Schedule, note_hook
+from torchhooks.progress.loop_state import LoopState, StoppedBy
 
 _ASKED_TO_STOP = (StoppedBy.HOOK, StoppedBy.CALLER, StoppedBy.THREAD, StoppedBy.COORDINATOR)
 

@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 from torchhooks.common.log import logger
 from torchhooks.data.cursor import ENDED, Cursor, shortened_limit
 from torchhooks.data.position import DATA_ENDED, Point
-from torchhooks.lifecycle.loop_state import IDLE, RUNNING, LeftBySignalError, LoopState, Phase, Stop, StoppedBy
 from torchhooks.loop.boundaries import Boundaries
 from torchhooks.loop.caught import CaughtErrors
 from torchhooks.loop.open_loops import follows_another
 from torchhooks.loop.rank_sync import RankSync
 from torchhooks.loop.schedule import Schedule
 from torchhooks.loop.sessions import Sessions
+from torchhooks.progress.loop_state import IDLE, RUNNING, LeftBySignalError, LoopState, Phase, Stop, StoppedBy
 
 T = TypeVar("T")
 

@@ -42,8 +42,8 @@ from torchhooks import (
 )
 from torchhooks.__main__ import main
 from torchhooks.common.processes import process_state, start_time, system_id
-from torchhooks.lifecycle.loop_state import LoopState
 from torchhooks.loop.advice import CREATED, missing_parts
+from torchhooks.progress.loop_state import LoopState
 from torchhooks.testing import log_lines
 from torchhooks.tools import run_record
 from torchhooks.tools.mirror.status import read_status

@@ -21,7 +21,7 @@ from torchhooks.common.text import shortened, shown
 from torchhooks.lifecycle.coordinator import Coordinator
 from torchhooks.lifecycle.hook import StandardHook, loop_folder
 from torchhooks.lifecycle.session import Session
-from torchhooks.lifecycle.signals import received_signal
+from torchhooks.progress.signals import received_signal
 from torchhooks.tools.mirror import copy as copying
 from torchhooks.tools.mirror.copy import Copy, OtherJobError, OverError, is_within
 from torchhooks.tools.mirror.store import Secrets, Store, StoreError, is_url

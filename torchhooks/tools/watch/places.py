@@ -25,7 +25,7 @@ from typing import NamedTuple
 from torchhooks.common.processes import process_state
 from torchhooks.common.user_code import is_own_file
 from torchhooks.lifecycle.hook import SessionRunContext
-from torchhooks.lifecycle.loop_state import RUNNING, LoopState
+from torchhooks.progress.loop_state import RUNNING, LoopState
 
 IN_STEP = "in the step"
 WAITS_FOR_DATA = "waits for data"

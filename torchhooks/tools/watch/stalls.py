@@ -26,7 +26,7 @@ from torchhooks.common.errors import brief
 from torchhooks.common.files import replacing
 from torchhooks.common.log import logger
 from torchhooks.data.position import DataPosition
-from torchhooks.lifecycle.loop_state import LoopState
+from torchhooks.progress.loop_state import LoopState
 from torchhooks.ranks.peers import Peers, end_process
 from torchhooks.ranks.ranks import LoopRanks
 from torchhooks.ranks.transport import flight_record

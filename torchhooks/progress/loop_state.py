@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, Protocol
 from torchhooks.common.checks import whole_number
 from torchhooks.common.errors import LifecycleError, PeerError, brief
 from torchhooks.common.log import logger
-from torchhooks.lifecycle.signals import SignalWatch
+from torchhooks.progress.signals import SignalWatch
 
 NO_OUTPUTS: Any = type("NoOutputs", (), {"__repr__": lambda self: "NO_OUTPUTS"})()
 """The outputs before the first run, and from the start of a step until it returns."""
