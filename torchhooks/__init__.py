@@ -97,7 +97,8 @@ if typing.TYPE_CHECKING:
     __version__: str
 else:  # not for type checkers, which would let every name pass
     _tools = importlib.util.find_spec("torchhooks.tools")
-    _has_tools = _tools is not None and _tools.origin is not None  # a folder that was emptied has no origin
+    # A folder that was emptied still counts as a package for Python, a namespace package, which has no origin.
+    _has_tools = _tools is not None and _tools.origin is not None
 
     def __getattr__(name: str) -> object:
         """Return a hook of one of the tools, which are imported on request.
@@ -120,6 +121,8 @@ else:  # not for type checkers, which would let every name pass
         return installed_version()
 
 
+# The names of the tools are in the literal because type checkers read it. They are removed below if the tools are not
+# there, as a star import would raise an AttributeError.
 __all__ = [
     "AbortedError",
     "AtSteps",

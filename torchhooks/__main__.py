@@ -40,6 +40,7 @@ def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
         from torchhooks.tools.commands import add_commands
 
         add_commands(commands)
+    # Last, so that the commands of the tools have the option too.
     for command in commands.choices.values():
         command.add_argument("--json", action="store_true", help="print one JSON object, as in torchhooks/schemas")
     return parser, commands.choices
@@ -73,7 +74,8 @@ def _checkpoints(path: str, export: str | None, as_json: bool) -> int:
     damage = {}
     for checkpoint in found:
         damage[checkpoint.path] = _damage(checkpoint.path)
-        if not as_json:  # at once, because a large checkpoint takes long
+        # At once, because verify() reads all files of a checkpoint, which takes long for a large one.
+        if not as_json:
             print(plain(_line_of(checkpoint, damage[checkpoint.path])))
     intact = [checkpoint for checkpoint in found if damage[checkpoint.path] is None]
     if not intact and (export is not None or not as_json):
@@ -111,10 +113,12 @@ def _line_of(checkpoint: Checkpoint, damage: str | None) -> str:
 
 
 def _export(path: str, file: str) -> None:
+    # Before the checkpoint is read, which takes long for a large one.
     check_exists(os.path.dirname(file) or ".")
     saved = read_checkpoint(path)
     if "model" not in saved:
         raise CheckpointError(f"{path} has no model: nothing is exported")
+    # An older export stays whole if this process is killed, or the disk is full, while torch writes the new one.
     with replacing(file) as temporary:
         torch.save(bare_state(saved["model"]), temporary)
 

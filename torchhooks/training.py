@@ -109,8 +109,11 @@ def MonitoredTrainingLoop(  # noqa: N802  (named like tf.train.MonitoredTraining
         ValueError: both periods are given for one hook, a period is not valid, or ``async_save`` is given without a
             CheckpointSaverHook.
     """
+    # Otherwise the constructor of MonitoredLoop would refuse the keyword, and list only its own.
     check_keywords("MonitoredTrainingLoop", loop_arguments, _KEYWORDS)
     given, chief_only = _checked(hooks, "hooks"), _checked(chief_only_hooks, "chief_only_hooks")
+    # One scaffold for the loop and its hooks. So the hook saves with the saver by which the loop restores, and the
+    # scaffold of the SummarySaverHook is the one in which the caller has set the summary_op.
     scaffold = Scaffold() if scaffold is None else scaffold
     counting = _period({}, log_step_count_steps=log_step_count_steps)
     summaries = _period(
@@ -170,6 +173,7 @@ class _Loop(MonitoredLoop[R]):
     """
 
     def __init__(self, chief_only: Collection[SessionRunHook], *args: Any, **arguments: Any) -> None:
+        # Before the constructor of the base class, which reads it.
         self._chief_only = chief_only
         super().__init__(*args, **arguments)
 
@@ -188,7 +192,9 @@ def _period(default: dict[str, float], **periods: Any) -> dict[str, Any]:
     # None, 0 and negative numbers disable the hook. Anything else that is not a period is an error.
     used = {name: p for name, p in given.items() if p is not None and not (isinstance(p, (int, float)) and p <= 0)}
     if used:
-        SecondOrStepTimer.named(**used)  # for its errors, which name the arguments of the caller
+        # The hook checks its period again, but under its own name of the argument. This error has the name that the
+        # caller of MonitoredTrainingLoop knows.
+        SecondOrStepTimer.named(**used)
     return {f"save_{name.rpartition('_')[2]}": period for name, period in used.items()}
 
 

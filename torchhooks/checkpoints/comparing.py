@@ -62,6 +62,8 @@ def compare(training: TrainingState, saved: Entries, *, without_rank: bool) -> t
                 misfits[name] = differences
         elif isinstance(part, OF_ONE_CLASS):
             order = parameters.get(name, []), saved_parameters.get(name, [])
+            # What does not match in a module is removed from its state, and the rest can be loaded. An optimizer takes
+            # its state over as a whole, so one that does not match is left alone.
             if difference := _compare_class(name, part, saved) or _compare_order(*order):
                 misfits[name] = [difference]
                 continue
@@ -101,6 +103,7 @@ def changed_hyperparameters(optimizer: torch.optim.Optimizer, state: Entries) ->
     Of a scheduler's, what it began with is compared: what it has changed since is no choice of the script.
     """
     for number, (group, saved) in enumerate(zip(optimizer.param_groups, state["param_groups"], strict=False)):
+        # CyclicLR and OneCycleLR add max_momentum to a group. They change one of these two values in each step.
         by_scheduler = {"momentum", "betas"} if "max_momentum" in saved else set()
         for name in optimizer.defaults:
             if name in _SET_LATER or name in by_scheduler or name not in group or name not in saved:
@@ -160,6 +163,8 @@ def _dtypes(own: Mapping[str, Tree], state: Mapping[str, Tree], keys: list[str])
 
 
 def _converts(dtype: torch.dtype, to: torch.dtype) -> bool:
+    # torch.promote_types() answers float32 for int64 and float32, though float32 holds whole numbers exactly only up to
+    # 2**24, which is 2 / eps.
     if not dtype.is_floating_point and not dtype.is_complex and (to.is_floating_point or to.is_complex):
         return dtype == torch.bool or torch.iinfo(dtype).max <= 2 / torch.finfo(to).eps
     try:

@@ -237,6 +237,8 @@ class Folder:
             del manifest["crc32"]
             with suppress(FileNotFoundError):  # left by a killed process
                 self.disk.remove(temporary)
+            # The manifest is replaced by a rename, so a kill leaves the old one or the new one, and never a part of
+            # one. It is synced before that: after a power failure, the name may be on the disk without the contents.
             with self.disk.create(temporary) as file:
                 self.disk.write(file, encoded(manifest))
                 self.disk.sync(file)
@@ -276,6 +278,8 @@ class Folder:
 
     def _lock_folder(self) -> None:
         """Log a warning if another process also saves into the folder, or if that cannot be found out."""
+        # The lock is on the folder itself. If the script has replaced the folder by another one of the same name, the
+        # old lock warns no process that saves into the new one, so a lock is taken again.
         if fcntl is None or (self._lock is not None and self._lock.is_on(self._path)):
             return
         try:
@@ -334,6 +338,8 @@ class FolderLock:
             OSError: the file system has no locks.
         """
         inode = _inode(folder)
+        # The system grants the lock to an open file and not to a process. If a second saver of this process opened the
+        # folder again, it would be refused like another process.
         if inode in cls._held:
             return cls._held[inode]
         # The object is made before the lock is taken: after a Ctrl-C at any moment, a lock of this process without an
@@ -358,6 +364,8 @@ class FolderLock:
     def _give_up(cls) -> None:
         global _threads
         _threads = threading.RLock()  # a thread of the parent process, which is not in this one, may have held it
+        # The file is closed and not unlocked. Parent and child share the open file, so LOCK_UN in the child would also
+        # take the lock from the parent.
         for lock in list(cls._held.values()):
             lock.release()
         cls._held.clear()
@@ -494,6 +502,7 @@ def _inspect(path: str) -> tuple[Checkpoint, Files]:
         if not (type(order) is int and type(step) is int):  # true and false are of a subclass of int
             raise TypeError(f"order {order!r}, step {step!r}")
         time, score = float(about["time"]), None if score is None else float(score)
+        # Python's json reads NaN too, for which every comparison is false.
         if not abs(time) < _LATEST:
             raise ValueError(f"time {time!r}")
     except FileNotFoundError as error:
@@ -502,6 +511,8 @@ def _inspect(path: str) -> tuple[Checkpoint, Files]:
         raise DamagedCheckpointError(
             f"{path} has no manifest.json: it is no checkpoint, or was not copied completely."
         ) from error
+    # All of these come from a file with other contents: json raises a RecursionError for many nested brackets, and
+    # float() an OverflowError for a very large number. Any of them has to skip this checkpoint, not to stop a start.
     except (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
         raise DamagedCheckpointError(f"{path} has a damaged {MANIFEST}: {brief(error)}.") from error
     checkpoint = Checkpoint(path, step, size, time, order, kept, score, finished)
@@ -509,6 +520,7 @@ def _inspect(path: str) -> tuple[Checkpoint, Files]:
         raise DamagedCheckpointError(f"{path} is a copy of {name}: to use it, rename it to that.")
     for name, (size, _) in files.items():
         try:
+            # Only a forged manifest has a path as a name. It must not lead to a file outside of the folder.
             found = os.stat(os.path.join(path, os.path.basename(name))).st_size
         except OSError as error:
             raise DamagedCheckpointError(f"{path} is damaged: {name} cannot be read: {error.strerror}.") from error
@@ -621,6 +633,7 @@ def encoded(manifest: Manifest) -> bytes:
 def as_json(metadata: Mapping[str, object]) -> dict[str, object] | None:
     """Return ``metadata``, or ``None`` if something else is read from JSON than what was written to it."""
     try:
+        # Compared as text: NaN is not equal to itself, and a member of an IntEnum is equal to the number that JSON has.
         same = repr(json.loads(json.dumps(metadata))) == repr(metadata)
     except (TypeError, ValueError):
         return None

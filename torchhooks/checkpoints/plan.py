@@ -127,12 +127,16 @@ def plan_save(situation: Situation, last: LastSave) -> tuple[Decision, Why]:
     """
     ranks, step = situation.ranks, situation.step
     is_due, is_end = situation.moment is Moment.DUE, situation.moment is Moment.END
+    # If the step was saved before the training run was finished, the checkpoint does not say so yet. Then this step is
+    # not done with, and a process that is started again would take the training run for unfinished.
     is_said = situation.finish in (None, last.decided_finish)
     table = (
         (is_due and situation.is_in_item, Decision.WAIT, Why.IN_ITEM),
         (situation.was_finished, Decision.NOTHING, Why.FINISHED),
         (situation.is_repeating, Decision.NOTHING, Why.REPEATING),
         (is_end and last.decided_step == step and (last.step != step or is_said), Decision.SKIP, Why.SAVED),
+        # The rows above depend only on what all ranks know alike, so either all ranks gather here or none of them does.
+        # The rows below need the answers: of no ranks at all, all(...) would be true.
         (not ranks, Decision.ASK, Why.RANKS),
         (
             situation.was_saved_by_another and not any(each.has_listeners for each in ranks),
@@ -144,6 +148,7 @@ def plan_save(situation: Situation, last: LastSave) -> tuple[Decision, Why]:
             Decision.SKIP,
             Why.WRITING,
         ),
+        # Only a save that is due is put off. At a stop and at the end, no later run could make it.
         (is_due and any(each.lacks_memory for each in ranks), Decision.WAIT, Why.MEMORY),
         (any(each.refusal is not None for each in ranks), Decision.NOTHING, Why.REFUSED),
         (len({each.loops for each in ranks}) > 1, Decision.NOTHING, Why.APART),

@@ -114,8 +114,10 @@ def read_metadata(path: _Path) -> dict[str, Tree]:
     """
     folder = place(path)
     inspect(folder)
+    # The manifest has a checksum of its own, so the metadata in it can be trusted without reading the tensors.
     metadata: dict[str, Tree] | None = read_manifest(folder)["metadata"]
     if metadata is None:  # JSON cannot hold it
+        # Now state.pt is read, of which only the checksums of all files tell whether it is what was written.
         verify(folder)
         metadata = load_file(folder)["metadata"]
     return metadata
@@ -163,6 +165,8 @@ def load_weights(path: _Path, model: torch.nn.Module, strict: bool = True) -> _I
             f"{found} has no model, only {shortened([repr(name) for name in saved])}: the loop that wrote it was not "
             "given one. Give the loop the model, or read other entries with torch.load(f'{path}/state.pt')"
         )
+    # After a forward pass, FSDP2 may leave whole parameters in the model. The names and shapes that are compared, and
+    # the tensors that are loaded, have to be those of the shards.
     reshard(model)
     state = renamed(model, saved["model"])
     misfits = compare_module("model", model, state)
@@ -205,13 +209,18 @@ def read_newest(directory: _Path, training: TrainingState | None = None) -> tupl
         CheckpointError: all of them are damaged.
     """
     directory = place(directory)
+    # Before the list is made: a process that was killed while it replaced the newest checkpoint may have left it under
+    # a temporary name.
     put_back(directory)
     for checkpoint in reversed(list_checkpoints(directory)):
         try:
+            # list_checkpoints() has only compared sizes. A damaged byte is found here, where an older checkpoint can be
+            # used.
             verify(checkpoint.path)
             return checkpoint.path, load_file(checkpoint.path, training)
         except DamagedCheckpointError as error:
             logger.warning("%s It is skipped.", error)
+    # If this returned None, the loop would start over at step 0, and the damage would go unnoticed.
     if has_checkpoints(directory):
         raise CheckpointError(
             f"{os.fspath(directory)} has checkpoints, but all of them are damaged; the log says how. To start over,"
@@ -244,6 +253,7 @@ def load_file(path: str, training: TrainingState | None = None) -> Entries:
             f"{path} cannot be read: {error.strerror or error}. With several ranks, all of them have to see its folder."
         ) from error
     except Exception as error:
+        # torch may replace a Ctrl-C in the middle of a load by an error of its own. It is no error of the file.
         interrupt = interrupt_in(error)
         if interrupt is not None:
             raise interrupt from None
@@ -261,6 +271,8 @@ def _read_folder(folder: str, training: TrainingState | None) -> Entries:
     """
     saved, parts = _read_file(folder, 0), {} if training is None else training.parts()
     if training is not None:
+        # Objects other than modules may keep the tensors that they load, as optimizers do. Those must not stay in the
+        # mapped file: if another process cuts the file short later, the system ends this process when it reads there.
         kept = [value for name, value in saved.items() if not isinstance(parts.get(name), torch.nn.Module)]
         _move_to_memory(kept, {})
     if "sharded" not in saved:

@@ -82,6 +82,7 @@ def restore(
         return None
     pairs = run_on_all(ranks, "compare the checkpoint", lambda: _pairs_to_load(training, checkpoint, strict))
 
+    # Before the load, after which the optimizer has the values of the checkpoint.
     changed = _replaced_hyperparameters(training, pairs)
 
     def load_here() -> None:
@@ -113,6 +114,8 @@ def restore(
 def read(training: TrainingState, choose: Callable[[], tuple[str, Entries] | None]) -> RankEntries | None:
     """Have the chief choose and check a checkpoint, and the other ranks read it; ``None`` if there is none."""
     ranks = training.ranks
+    # Only the chief chooses. The ranks might find different checkpoints undamaged, and comparing the checksums on each
+    # rank would read the whole checkpoint as many times as there are ranks.
     chosen = run_on_all(ranks, "choose a checkpoint", lambda: choose() if writes_for_all(ranks) else None)
     told = gather_from_all(
         ranks, "tell its path", lambda: None if chosen is None else (chosen[0], inspect(chosen[0]).finished)
@@ -144,6 +147,8 @@ def _select_for_rank(training: TrainingState, path: str, saved: Entries) -> Rank
     the data of one of them is none of another.
     """
     rank, others = training.ranks.rank, saved.get("ranks", [])
+    # The names in the entries of the other ranks count too: what was saved for each rank alone is none of the entries
+    # that all ranks share, whatever the script says of it now.
     own = {name for name in saved if name in ENTRIES_OF_EACH_RANK or name.startswith(HOOKS)}.union(*others)
     own.discard("parameter_names")  # the chief's contains those of shared optimizers
     is_whole = len(others) + 1 == training.ranks.size
@@ -380,6 +385,8 @@ class SecondLoad:
             load_gradients(training, checkpoint.entries)
 
         run_on_all(training.ranks, "load the checkpoint again", load_here)
+        # Runs on the way have counted steps, which are undone. Without such a run, a step that the script has set since
+        # the restore stays.
         if runs_were_made:
             training.global_step = checkpoint.entries["global_step"]
             training.total_runs = checkpoint.entries["runs"]

@@ -164,8 +164,11 @@ class Saver:
         if training.is_repeating:
             logger.info("no checkpoint of step %d: the loop in which the restored one was saved has not begun", step)
             return f"{prefix}-{step}"
+        # Before the state is read: the thread before still reads the memory for copies, and its error is known only
+        # now.
         earlier = self._background.wait()
         try:
+            # With async_save, a rank cannot look for the first checkpoint when save() returns. Now it has been written.
             self._look_for_first(training.ranks)
             ranks, parts = training.ranks, training.parts()
             sharded = sharded_parts(parts)
@@ -186,6 +189,8 @@ class Saver:
             def start() -> None:
                 if writes:
                     self._start(write, snapshot, step)
+                # In a step of all ranks, because the write before may have failed on this rank alone. This checkpoint
+                # is handed over first: the error must not cost a second checkpoint.
                 if earlier is not None:
                     raise earlier
 
@@ -261,6 +266,7 @@ class Saver:
             put_back(os.path.dirname(checkpoint) or os.curdir)
             return checkpoint, read_checkpoint(checkpoint, training)
 
+        # The checkpoint may be the one that the background thread is still writing.
         self._wait_on_all(training.ranks)
         restore(training, choose, strict=self._strict, wait=session.wait_for_savers)
 
@@ -301,6 +307,7 @@ class Saver:
         finally:
             self._background.end()
             self._memory.release()
+            # After the wait: as long as a file is being written, another process that saves here has to be warned.
             for folder in self._folders.values():
                 folder.release()
 

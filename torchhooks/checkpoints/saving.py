@@ -73,6 +73,8 @@ def collect(
         CheckpointError: something could not be loaded again, or a parameter is not the same on all ranks.
     """
     ranks, is_chief = training.ranks, writes_for_all(training.ranks)
+    # Before collect_here(), because this gathers. If one rank raised in a step of all ranks before a gather in that
+    # step, its next exchange would be another one than that of the other ranks.
     own_buffers = _buffers_of_rank(training, parts)
     _warn_of_unreduced(training)
 
@@ -154,6 +156,7 @@ def _entries(
     # Also of an optimizer that belongs to another rank alone.
     if names := {name: each for name, each in parameter_names(parts).items() if name in entries}:
         entries["parameter_names"] = names
+    # Last: a state_dict() above may have drawn random numbers, and this process continues with the states after that.
     entries["random"] = random_states()
     return entries
 
@@ -267,6 +270,7 @@ def _compare_replicas(training: TrainingState, parts: Parts, tensors: Mapping[st
 
 
 def _buffer_names(module: Tree) -> set[str]:
+    # state_dict() has a shared buffer under each of its names, so all of them are needed here.
     return {canonical(name) for name, _ in module.named_buffers(remove_duplicate=False)}
 
 
@@ -287,6 +291,8 @@ def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
 def _copied_tree(tree: Tree) -> Tree:
     if isinstance(tree, dict):
         return {key: _copied_tree(value) for key, value in tree.items()}
+    # Of these tensors no Snapshot makes copies. The thread that writes gives them to DCP, while the training thread
+    # changes the originals.
     return tree.detach().to("cpu", copy=True)
 
 
@@ -353,6 +359,8 @@ def write_checkpoint(ranks: Ranks, contents: Contents, folder: Folder, name: str
     Until the commit, only a temporary folder changes, and whatever happens it is removed.
     """
     is_chief = writes_for_all(ranks)
+    # Each rank would choose another name, with its own process in it. The chief's counts, because the chief creates the
+    # folder: a later save looks at this process to tell whether the folder is abandoned.
     temporary = gather_from_all(ranks, "name the folder", lambda: folder.temporary(f"{name}-{step}"))[0]
     try:
         run_on_all(ranks, "create the folder", lambda: folder.begin(temporary) if is_chief else None)
@@ -400,6 +408,7 @@ def write(ranks: Ranks, contents: Contents, folder: str, disk: Disk) -> Files:
 def commit(folder: Folder, temporary: str, name: str, step: int, files: Files, manifest: Mapping[str, object]) -> None:
     """Make ``temporary``, which has all ``files``, the checkpoint ``name-step``. Chief only."""
     for file, (size, _) in files.items():
+        # The manifest makes the folder a checkpoint, so first the chief has to see each file whole.
         path = os.path.join(temporary, file)
         _wait_until_visible(path, partial(_has_size, path, size), "another rank has written it")
     folder.commit(name, step, temporary, files, manifest)
@@ -424,6 +433,8 @@ def check_is_visible(ranks: Ranks, path: str) -> bool:
     written = gather_from_all(ranks, "tell the ranks of the checkpoint", lambda: manifest() if is_chief else b"")[0]
 
     def look() -> None:
+        # The contents are compared: the folder of this name on another machine may have a checkpoint of the same step
+        # from an earlier training run.
         if written and not is_chief:
             _wait_until_visible(path, lambda: manifest() == written, "rank 0 has written it")
 

@@ -114,6 +114,8 @@ def _like(own: Tree, value: Tree) -> Tree:
     if not is_sharded(own) or is_sharded(value) or not isinstance(value, torch.Tensor) or value.shape != own.shape:
         return value
     value = value.to(own.device_mesh.device_type)
+    # Without a source, each rank cuts its part out of its own whole tensor. By default, rank 0 would send the parts,
+    # which is a collective.
     return torch.distributed.tensor.distribute_tensor(value, own.device_mesh, own.placements, src_data_rank=None)
 
 
@@ -135,6 +137,8 @@ def split(parts: Mapping[str, Stateful], is_chief: bool) -> tuple[dict[str, Tree
             rest[part_name] = {name: value for name, value in own.items() if not isinstance(value, torch.Tensor)}
             continue
         assert isinstance(part, torch.optim.Optimizer)  # sharded_parts() returns no others
+        # In the files, the state of a parameter is under its name: read_tensors() finds by the name how the parameter
+        # is sharded now, which may be in another way than when it was saved.
         order = [names.get(id(p), f"parameter {i}") for i, p in enumerate(parameters_of(part))]
         ids = [number for group in state["param_groups"] for number in group["params"]]
         moments = {order[ids.index(number)]: each for number, each in state["state"].items()}
@@ -214,9 +218,12 @@ def read_tensors(
     in the files.
     """
     dcp = _dcp()
+    # DCP writes this file with pickle, and weights_only=True of torch.load() is not for it. So what may be in it is
+    # limited here, before any of it is used.
     with open(os.path.join(folder, _METADATA), "rb") as file:
         metadata: Any = _Unpickler(file).load()
     for stored in metadata.storage_data.values():
+        # The reader of DCP would open a file at any path that is here.
         if os.path.basename(stored.relative_path) != stored.relative_path:
             raise DamagedCheckpointError(
                 f"{folder} is damaged: its metadata name tensors in {stored.relative_path!r}, outside of the folder"
@@ -241,6 +248,8 @@ def read_tensors(
         paths.append(path)
     # What dcp.load() does, which would unpickle whatever is in the file of the metadata.
     planner, reader = dcp.DefaultLoadPlanner(), dcp.FileSystemReader(folder)
+    # Each rank plans alone, as its own coordinator. So nothing here is a collective, and one rank can read other
+    # tensors than another.
     planner.set_up_planner(wanted, metadata, True)
     reader.set_up_storage_reader(metadata, True)
     plans = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])

@@ -261,6 +261,7 @@ def parts_of_rank(parts: Parts) -> dict[str, Stateful]:
     own = {name: part for name, part in parts.items() if belongs_to_rank(name, part)}
     modules = [part for part in own.values() if isinstance(part, torch.nn.Module)]
     parameters = {id(parameter) for module in modules for parameter in module.parameters()}
+    # The optimizer of a module that each rank has alone has moments of these weights, so it belongs to the rank too.
     for name, part in parts.items() if parameters else ():
         if isinstance(part, torch.optim.Optimizer) and any(id(each) in parameters for each in parameters_of(part)):
             own[name] = part
@@ -311,6 +312,7 @@ class Gradients:
         self.steps = 0
         """How many steps the optimizer has made."""
         self._optimizer = optimizer
+        # Weak references: otherwise zero_grad() would not free the memory of these gradients until the next step.
         self._used: list[tuple[weakref.ref[torch.Tensor], int]] = []
         self._handle = register_step_post_hook(optimizer, self._note_step)
 
@@ -331,6 +333,7 @@ class Gradients:
         for i, parameter in enumerate(self.parameters()):
             grad = None if state is None else state.get(str(i))
             parameter.grad = None if grad is None else grad.to(parameter.device, copy=True)
+        # No step has used the gradients that were loaded, so they count as accumulated, and the next save has them too.
         self._used = []
 
     def split(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

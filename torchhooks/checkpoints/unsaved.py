@@ -100,6 +100,8 @@ class UnsavedParts:
             if line is not None:
                 self._created[name] = None
                 yield line
+        # The values are copied first: when an object is freed, also by the garbage collector in the middle of this
+        # line, its weak reference removes it from the dict.
         lasting = [each for each in [*self._changing.values()] if each.is_lasting and not each.is_settled]
         if not lasting:
             return
@@ -271,6 +273,7 @@ def _observe(parts: UnsavedParts) -> None:
     @functools.wraps(original)
     def step(self: GradScaler, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
+        # A scaler that is switched off has an empty state, so nothing of it gets lost.
         if self.is_enabled():
             _tell(self)
         return result

@@ -25,6 +25,7 @@ def whole_number(value: Any, name: str, at_least: int | None = None) -> int:
     """
     a_bool = isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
     try:
+        # Unlike int(), operator.index() takes integers of NumPy and torch, and refuses 2.5 instead of truncating it.
         number = None if a_bool else operator.index(value)
     except TypeError:
         number = None
@@ -45,6 +46,7 @@ def seconds(value: float, name: str) -> float:
         raise ValueError(f"{name}={shown(value)}: must fit into a float, whose largest number is 1.8e308") from None
     except (TypeError, ValueError):
         number = math.nan
+    # Not number < 0, which is false for NaN.
     if not number >= 0:
         raise ValueError(f"{name}={shown(value)}: a period is a number of seconds, 0 or more")
     return number
@@ -72,6 +74,7 @@ def folder(value: object, name: str) -> Any:
     """
     if not isinstance(value, (str, bytes, os.PathLike)):
         raise TypeError(f"{name}={shown(value)}: must be the path of a folder, a str or os.PathLike{by_name(value)}")
+    # Before place(): under check, the file of the real training run is not in the scratch folder.
     if os.path.isfile(value):
         raise ValueError(f"{name}={shown(value)}: this is a file: give a folder, which is created if necessary")
     return value if isinstance(value, bytes) else place(value)

@@ -22,6 +22,7 @@ from torchhooks.common.memory import bytes_of
 _CHUNK = 1 << 22  # elements of a tensor on a device that are mixed at a time: each takes eight bytes or more
 _MIX = -7046029254386353131  # 2**64 over the golden ratio, an odd number whose bits are well mixed
 _SIZE = 8  # bytes of a hash
+# What _hash_of() appends to the label of a node without parts. Leaves are hashed without a call of it, which is faster.
 _NO_PARTS = bytes(4)
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _TENSOR_TYPE, _ARRAY_TYPES = torch.Tensor, (np.ndarray, np.generic)
@@ -86,13 +87,16 @@ class BegunDigest:
         known = {} if known is None else known
         self.sums: list[torch.Tensor] = []
         """For each tensor on a device, the sum of its mixed elements there."""
+        # Not if the order of keys counts: the fast way sorts them.
         self._hash = None if ordered else _hash_of_batch(value, known)
         if self._hash is not None:
             return
         self._graph = graph = ValueGraph(known, ordered=ordered)
         self._root = graph.add(value)
         self.sums = graph.sums
-        graph.forget_objects()  # what is read back from a device may take many runs
+        # The sums may arrive many runs later. Until then, the objects would keep the batch, and what else they refer
+        # to, in memory.
+        graph.forget_objects()
 
     def finish(self, numbers: Iterable[int]) -> str:
         """Return the digest, given the values of :attr:`sums`, which have arrived on the host. Called once."""
@@ -136,6 +140,7 @@ class ValueGraph:
         node = len(objects)
         root = self._node(value)
         while node < len(objects):
+            # An atom has its label already, from _node().
             if not labels[node]:
                 self._expand(node, objects[node])
             node += 1
@@ -166,7 +171,9 @@ class ValueGraph:
         objects = self._objects
         node = len(objects)
         if is_atom(value):
-            self.labels.append(atom_text(value))  # a node for each place, so that most graphs are trees
+            # A new node for each place of an atom. With one node for all, an edge to it could lead back, and fewer
+            # graphs would be trees, which are hashed faster.
+            self.labels.append(atom_text(value))
             value = None
         else:
             known = self._nodes.setdefault(id(value), node)
@@ -202,6 +209,7 @@ class ValueGraph:
             self.labels[node] += f" {number}"
         hashed: list[bytes] = [b""] * len(self.labels)
         if self._is_tree:
+            # Backwards: no edge leads to an earlier node here, so the parts of a node are hashed before it.
             for node in range(len(hashed) - 1, -1, -1):
                 hashed[node] = self._hash(node, hashed)
             return hashed
@@ -214,6 +222,7 @@ class ValueGraph:
 
     def _hash(self, node: int, hashed: Sequence[bytes] | _Either) -> bytes:
         """Return the hash of ``node``, given the hashes of its children."""
+        # A str may have lone surrogates, such as the name of a file that is not UTF-8.
         label = self.labels[node].encode("utf-8", "surrogatepass")
         children = self.children[node]
         if node in self.fixed:
@@ -231,6 +240,7 @@ class ValueGraph:
     def _hash_circle(self, component: Sequence[int], hashed: list[bytes]) -> None:
         """Hash nodes that refer to one another. All edges that lead out of ``component`` lead to hashed nodes."""
         for node in component:
+            # Any hash will do, if it is the same for all: the labels must not depend on where in the circle a node is.
             hashed[node] = bytes(_SIZE)
         labels = {node: self._hash(node, hashed) for node in component}
         edges = {node: [child for child in self.children[node] if child in labels] for node in component}
@@ -296,6 +306,8 @@ def _told_apart(
             rest = len(of_name[name]) - sum(sizes.values())
             if rest:
                 sizes[known[name]] = sizes.get(known[name], 0) + rest
+            # Of equally large parts, the one with the larger signature, so that the names do not depend on the order of
+            # the nodes.
             largest = max(sizes, key=lambda each: (sizes[each], each))
             if rest and largest != known[name]:
                 unchanged = of_name[name].difference(*parts.values())
@@ -329,6 +341,7 @@ def _components(children: Sequence[Sequence[int]]) -> Iterator[list[int]]:
     for start in range(len(children)):
         if order[start] >= 0:
             continue
+        # A list instead of recursion, because a long chain of objects is deeper than Python's limit.
         work = [(start, iter(children[start]))]
         order[start] = lowest[start] = count
         count += 1
@@ -370,6 +383,7 @@ def _text_of_atoms(members: Members) -> str | None:
     children = members.children
     if not all(map(is_atom, children)):
         return None
+    # Of a dict, zip() takes from this one iterator twice: a key, and its value.
     texts = map(atom_text, children)
     ordered = sorted(zip(texts, texts, strict=True)) if members.order == PAIRS else sorted(texts)
     return f" {len(children)} {blake2b(repr(ordered).encode(), digest_size=_SIZE).hexdigest()}"
@@ -437,9 +451,11 @@ def _array(value: Any) -> Members:
             return Members(atom_text(number))
         return Members(f"{name_of(type(value))} {value!r}")  # a date, a record, or more digits than Python's float has
     kind = type(value)
+    # The attributes of a memmap say which file has its elements, and where. That does not count.
     attributes = () if kind is np.ndarray or kind is np.memmap else (getattr(value, "__dict__", {}),)
     array = np.asarray(value)
     label = f"array {array.dtype} {array.shape}"
+    # The memory of such an array has addresses, which differ for equal objects.
     if array.dtype.hasobject:
         return Members(label, (array.reshape(-1).tolist(), *attributes))
     data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data if array.size else b""
@@ -475,8 +491,10 @@ def _parts_of(tensor: torch.Tensor) -> Members:
     if tensor.is_nested:
         return Members(label, tensor.unbind())
     if tensor.is_quantized:
+        # Both, because the integers alone do not tell the scale.
         return Members(label, (tensor.int_repr(), tensor.dequantize()))
     if tensor.layout is torch.sparse_coo:
+        # The order in which the entries were added, and entries of one place that are not added up yet, do not count.
         whole = tensor.coalesce()
         return Members(f"{label} sparse", (whole.indices(), whole.values()))
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -505,6 +523,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
+    # Integers of the same bits, so that 0.0 and -0.0 differ, and one NaN from another.
     return flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(flat.element_size(), torch.int64))
 
 
@@ -520,6 +539,7 @@ def mixed_sum(bits: torch.Tensor) -> torch.Tensor:
         mixed = torch.arange(start, start + chunk.numel(), dtype=torch.int64, device=bits.device)
         mixed.mul_(_MIX).bitwise_xor_(chunk)
         for _ in range(2):
+            # The masks drop the copies of the sign that torch shifts in: it has no unsigned shift of an int64.
             mixed.bitwise_xor_((mixed >> 32) & 0xFFFFFFFF).mul_(_MIX)
         total += mixed.bitwise_xor_((mixed >> 29) & 0x7FFFFFFFF).sum()
     return total

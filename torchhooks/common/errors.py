@@ -210,13 +210,17 @@ def interrupt_in(error: BaseException) -> BaseException | None:
         if not isinstance(link, Exception):
             return link
         seen.add(id(link))
+        # Both, also where a traceback would not show the context. Unlike chain(), this looks for an interrupt that an
+        # error hides: code that raises "from None" has not handled a Ctrl-C.
         waiting += [link.__context__, link.__cause__]
     return None
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
     """Yield ``error``, the errors of a group, what it was raised from or while handling, like a printed traceback."""
-    seen: set[int] = set()  # a chain can be a cycle
+    # By id, because an error may define __eq__ or have no hash. A chain can be a cycle, which code that sets __cause__
+    # by hand makes.
+    seen: set[int] = set()
     links = [] if error is None else [error]
     for link in links:
         if id(link) in seen:
@@ -253,6 +257,7 @@ class Attempts:
         """Call ``function(*args)`` and collect its error."""
         try:
             function(*args)
+        # By default, errors of every kind: a Ctrl-C in one call must not keep the calls after it from being made.
         except self._catch as error:
             self.errors.append(error)
 
@@ -274,6 +279,7 @@ class Attempts:
 
 
 # A traceback prints the name by which users import an error.
+# The values are copied, because the loop adds its variable to them.
 for _error in [*globals().values()]:
     if isinstance(_error, type) and issubclass(_error, TorchHooksError):
         _error.__module__ = "torchhooks"

@@ -38,10 +38,14 @@ def place(path: str | os.PathLike[str]) -> str:
     given, scratch = os.fspath(path), os.environ.get(PLACES)
     if not scratch:
         return given
+    # A path goes through here more than once: a hook places the folder of its event file, and so does the event file.
+    # So what lies in the scratch folder already stays where it is.
     whole = os.path.abspath(given)
+    # With the separator at its end: the folder /tmp/ab is not inside of /tmp/a.
     inside = os.path.join(scratch, "")
     if whole.startswith(inside):
         return given
+    # Under check, what the script itself opens or lists at these paths is looked for in the scratch folder too.
     placed.add(whole)
     return inside + whole.lstrip(os.sep)
 
@@ -58,6 +62,8 @@ def alone_at(path: str) -> Iterator[None]:
     if fcntl is None:
         yield
         return
+    # The kernel gives the lock up when the file is closed, so also when this process is killed. The file has to stay:
+    # if it were removed, two processes could hold locks of two files of the same name.
     with open(path, "a") as file:
         with suppress(OSError):  # a file system without locks
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -71,9 +77,13 @@ def replacing(path: str, temporary: str | None = None) -> Iterator[str]:
     A reader finds the old file or the new one, never a part. After an error, the old file stays, and no other is left.
     The path is ``temporary``, which has to be given if two processes may write the file at once.
     """
+    # In the same folder, because a rename is atomic within one file system only. What a kill -9 leaves under the
+    # default name is overwritten by the next write.
     temporary = f"{path}.tmp" if temporary is None else temporary
     try:
         yield temporary
+        # A kill cannot undo the rename. A power failure may leave an empty file, unless the block has synced what it
+        # wrote.
         os.replace(temporary, path)
     finally:
         with suppress(OSError):
@@ -113,6 +123,7 @@ class Disk:
 
     def remove(self, path: str) -> None:
         """Remove a file, a link, or a folder with what is in it."""
+        # rmtree() refuses a link, and what the link leads to is no part of the checkpoint.
         if os.path.isdir(path) and not os.path.islink(path):
             shutil.rmtree(path)
         else:

@@ -69,6 +69,8 @@ def _leaves(value: object, path: str = "", depth: int = 0) -> Iterator[tuple[str
     if members is None or depth == _MOST_DEPTH:
         yield path, value
         return
+    # A key of another type is named by its place. Its repr() would be code of the script, and may have an address,
+    # which is another one in the process that resumes.
     for number, (key, member) in enumerate(itertools.islice(members, _MOST_LEAVES)):
         yield from _leaves(member, f"{path}[{key if type(key) in (int, str) else number}]", depth + 1)
 

@@ -9,7 +9,8 @@ from typing import Any, TextIO
 
 class _Stderr(logging.StreamHandler[TextIO]):
     def __init__(self) -> None:
-        logging.Handler.__init__(self)  # without a stream
+        # Not the constructor of StreamHandler, which sets the stream, here a property.
+        logging.Handler.__init__(self)
         self.setFormatter(logging.Formatter(logging.BASIC_FORMAT))
 
     @property
@@ -36,6 +37,7 @@ class _Logger(logging.LoggerAdapter[logging.Logger]):
             msg = f"rank {_rank}: {msg}"
         kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1  # the line is from the caller of this method
         try:
+            # Decided for each line: the application may configure logging in the middle of a training run.
             if self.logger.hasHandlers():
                 self.logger.log(level, msg, *args, **kwargs)  # not super().log(), which would only call this again
             elif level >= (self.logger.level or logging.INFO) and level > self.logger.manager.disable:

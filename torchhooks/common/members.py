@@ -80,6 +80,7 @@ class ByClass(Generic[T]):
         if known is None:
             if len(self._known) > _MOST_TYPES:  # a script that makes classes as it goes
                 self._known.clear()
+            # With the class itself: as long as it is known here, no other class gets its id.
             self._known[id(kind)] = known = kind, self._function(kind)
         return known[1]
 
@@ -147,6 +148,8 @@ _DATA = (*ATOMS, list, dict, set, tuple)
 def attributes_of(value: object) -> dict[str, Any]:
     """Return the attributes of ``value`` where Python keeps them, without a call of a property or ``__getattr__``."""
     for base in type(value).__mro__:
+        # By the slot that Python itself uses. value.__dict__ would call a __getattribute__ of the script, or a property
+        # that is called __dict__.
         slot: Any = base.__dict__.get("__dict__")
         if type(slot) is types.GetSetDescriptorType or type(slot) is types.MemberDescriptorType:
             found = slot.__get__(value, type(value))
@@ -179,6 +182,7 @@ def values_in_attributes(value: object) -> Iterator[tuple[str, object]]:
                 yield name, each
             elif len(items) <= _MOST_ITEMS and id(each) not in read:
                 read.add(id(each))
+                # Of a copy, because a thread of the script may change the container meanwhile.
                 inside += [(name, item) for item in [*items]]
         values = inside
 
@@ -199,6 +203,7 @@ def _all_attributes(value: object) -> dict[str, Any]:
     found = {str(name): each for name, each in [*attributes_of(value).items()]}
     if any(type(each) is types.MemberDescriptorType for base in type(value).__mro__ for each in vars(base).values()):
         found |= slots_of(value)
+    # An attribute of the class is the value until an instance sets its own, as in "self.total += 1".
     for base in type(value).__mro__:
         if is_users_class(base):
             for name, each in [*vars(base).items()]:
@@ -208,6 +213,8 @@ def _all_attributes(value: object) -> dict[str, Any]:
 
 
 def _named(label: str, attributes: Mapping[str, Any], *, unseen: str = "") -> Members:
+    # Sorted, because the order in which attributes were set does not count. In the label, because values that change
+    # their names are another state.
     names = sorted(attributes)
     texts = [f".{name}" for name in names]
     return Members(f"{label} {names}", [attributes[name] for name in names], texts, unseen=unseen)
@@ -263,6 +270,8 @@ def _read_opaque(value: Any, label: str) -> Members:
 # -- which class defines what -----------------------------------------------------------------------------------------
 
 _REDUCING = ("__reduce__", "__reduce_ex__", "__getstate__", "__getnewargs__", "__getnewargs_ex__")
+# What these modules define belongs to the process and not to the training run, such as locks, threads, connections,
+# handlers of log lines and progress bars.
 _OPAQUE = (
     *("torchhooks", "tqdm", "rich", "logging", "threading", "_thread", "concurrent", "asyncio", "selectors", "socket"),
     *("subprocess", "wandb", "mlflow", "tensorboard", "torch.utils.tensorboard", "accelerate", "matplotlib", "pyarrow"),
@@ -287,6 +296,8 @@ def is_opaque(kind: type) -> bool:
         return False
     if defines(kind, "state_dict") and defines(kind, "load_state_dict") and not module.startswith("torchhooks."):
         return False  # such as torch.cuda's GradScaler
+    # The first test is one fast call, which nearly every module fails. The second tells a package from one whose name
+    # only begins like it.
     return module.startswith(_OPAQUE) and any(f"{module}.".startswith(f"{each}.") for each in _OPAQUE)
 
 
@@ -306,6 +317,8 @@ def _hides(kind: type) -> bool:
     """Return whether objects of ``kind`` have memory that no attribute shows: a class that is written in C."""
     for base in kind.__mro__[:-1]:
         parent = base.__base__
+        # A slot, __dict__ and __weakref__ take one word of an object each, at most. What is more is memory that only
+        # code in C can read.
         size = base.__basicsize__ - (0 if parent is None else parent.__basicsize__)
         shown = sum(
             type(each) is types.MemberDescriptorType or name in ("__dict__", "__weakref__")
@@ -329,6 +342,8 @@ def _read_object(value: Any, label: str) -> Members:
         if state is not None and not is_users_class(state) and has_readable_state(value):
             return _read_state(value, label)
     definer = _definer(kind, _REDUCING)
+    # Only by methods of libraries, as no code of the script is called. The EzPickle of Gymnasium keeps the arguments of
+    # the constructor alone, so two environments in different states would look equal.
     if definer is not None and not is_users_class(definer) and definer.__name__ != "EzPickle":
         with suppress(Exception):  # what it is cannot be pickled, such as a lock, or a window
             reduced = _read_reduced(value, label)
@@ -429,7 +444,9 @@ def _read_optimizer(value: Any, label: str) -> Members:
         return _named(label, {name: each for name, each in attributes.items() if not is_atom(each)})
     assert isinstance(state, dict)
     parameters = [each for group in groups for each in group["params"]]
+    # Not the parameters themselves: they count as those of the model.
     options = [{**group, "params": len(group["params"])} for group in groups]
+    # By the places of the parameters: the keys of the state are tensors, whose ids differ in every process.
     states = [state.get(each) for each in parameters]
     others = optimizer_attributes(value)
     names = sorted(others)
@@ -508,6 +525,8 @@ def _base_text(kind: type, value: Any) -> str:
         return f"{int.__int__(value):x}"
     if kind is float:
         return repr(float.__float__(value))
+    # There is no other way to a plain complex without a method of the subclass. Both parts of -0j are -0.0, which added
+    # to any number changes nothing, not even the sign of a zero.
     return repr(complex.__add__(value, -0j))
 
 
@@ -567,11 +586,13 @@ def _read_weak_set(value: Any, label: str) -> Members:
 
 
 def _read_dict(value: Any, label: str) -> Members:
+    # An OrderedDict keeps an order of its own: dict.items() does not see what move_to_end() has moved.
     items = collections.OrderedDict.items if is_a(type(value), collections.OrderedDict) else dict.items
     pairs = [*items(value)]
     children = [each for pair in pairs for each in pair]
     if is_a(type(value), collections.defaultdict):
         factory = vars(collections.defaultdict)["default_factory"].__get__(value)
+        # Two members, because keys and values alternate.
         children += ["default_factory", factory]
     members = Members(label, children, order=PAIRS)
     is_plain = type(value) is dict or type(value) is collections.OrderedDict
@@ -619,6 +640,7 @@ def _read_path(value: Any, label: str) -> Members:
 
 
 def _read_random(value: Any, label: str) -> Members:
+    # Not value.getstate(), which a class of the script may override.
     members = Members(label, (random.Random.getstate(value),))
     return _with_attributes(members, value) if is_users_class(type(value)) else members
 
@@ -636,6 +658,7 @@ def _read_numpy_state(value: Any, label: str) -> Members:
 
 def _read_function(value: Any, label: str) -> Members:
     code = value.__code__
+    # What a function of torchhooks refers to is no state of the script.
     if is_own_file(code.co_filename):
         return Members(f"function {value.__module__}.{value.__qualname__}")
     cells = dict(zip(code.co_freevars, value.__closure__ or (), strict=True))
@@ -656,6 +679,7 @@ def _read_function(value: Any, label: str) -> Members:
 
 
 def _read_code(value: Any, label: str) -> Members:
+    # Without the file and the lines: a function that has only moved is the same.
     return Members(f"code {value.co_name} {value.co_names} {value.co_code.hex()}", value.co_consts)
 
 
@@ -744,6 +768,7 @@ def _read_generator(value: Any, label: str) -> Members:
     if frame is None:
         return Members(f"{name} ended")
     variables = frame.f_locals
+    # A generator that has not begun has no iterators yet, and one that runs does not show its stack.
     if frame.f_lasti < 0 or getattr(value, f"{prefix}_running"):
         stack = []
     else:
@@ -763,6 +788,7 @@ def _is_iterator(value: object) -> bool:
 
 
 def _read_set_iterator(value: Any, label: str) -> Members:
+    # What is left of the set. As a set, because the order of its items differs between processes.
     return Members(label, (frozenset(value.__reduce__()[1][0]),))
 
 
@@ -791,6 +817,7 @@ def _quiet(value: object, name: str) -> Any:
 
 
 def _read_ctypes(value: Any, label: str) -> Members:
+    # A pointer is an address, which says nothing in another process.
     if isinstance(value, ctypes._Pointer) or getattr(type(value), "_type_", "") in ("P", "z", "Z", "O"):  # noqa: SLF001
         return Members(label, unseen=f"an object of {label}")
     return Members(f"{label} {ctypes.string_at(ctypes.addressof(value), ctypes.sizeof(value)).hex()}")
@@ -805,6 +832,7 @@ def _read_context_variable(value: Any, label: str) -> Members:
 
 
 def _read_thread_local(value: Any, label: str) -> Members:
+    # The values of the calling thread. Those of other threads cannot be reached.
     return _named(label, dict(threading.local.__getattribute__(value, "__dict__")))
 
 
@@ -864,6 +892,7 @@ def _readers_of_classes() -> list[tuple[Any, Callable[..., Members]]]:
             (torch.dtype, torch.device, torch.layout, torch.memory_format, range, re.Pattern, types.GenericAlias),
             _read_repr,
         ),
+        # Before the numbers and strings, because an IntEnum is both.
         (enum.Enum, _read_enum),
         ((bytes, str, int, float, complex), _read_atom),
         (list, _read_list),

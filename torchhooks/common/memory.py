@@ -27,7 +27,9 @@ def bytes_of(tensor: torch.Tensor) -> memoryview[Any]:
             f"a tensor of shape {tuple(tensor.shape)} has no memory: its storage may have been resized to nothing"
         )
     buffer = (ctypes.c_char * nbytes).from_address(address)
-    vars(buffer)["tensor"] = tensor  # keeps the memory
+    # ctypes does not own the memory. A memoryview, and an array made of one, keep the buffer, and the buffer keeps the
+    # tensor, so that torch does not free the memory while one of them exists.
+    vars(buffer)["tensor"] = tensor
     return memoryview(buffer)
 
 
@@ -40,6 +42,7 @@ def array_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     """
     is_on_host = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.is_cpu
     is_plain = is_on_host and tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
+    # Of a conjugate or negated tensor, the memory has the values before that: torch only notes the operation in a bit.
     if not is_plain or tensor.is_conj() or tensor.is_neg():
         return tensor.detach().clone().numpy()  # raises an error, but for an ordinary subclass
     return np.frombuffer(bytes_of(tensor.contiguous()), _dtype_of(tensor.dtype)).reshape(tensor.shape)
@@ -63,4 +66,5 @@ def ordinary(tensor: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _dtype_of(dtype: torch.dtype) -> np.dtype[Any]:
+    # On the CPU by name, because the script may have set another default device. No other code has this tensor.
     return torch.empty(0, dtype=dtype, device="cpu").numpy().dtype

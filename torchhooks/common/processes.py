@@ -35,7 +35,10 @@ def start_time(pid: int) -> int:
     """
     fields = _stat(pid)
     if fields:
-        return -1 if fields[0] in ("Z", "X") else int(fields[19])  # a dead process that is not waited for has an entry
+        # The number 19 is field 22 in "man proc": the number and the name are cut off, and this counts from 0. A dead
+        # process has an entry too, until its parent has waited for it.
+        return -1 if fields[0] in ("Z", "X") else int(fields[19])
+    # The system has /proc, so it is the process that is missing.
     if os.path.exists("/proc/self/stat"):
         return -1
     if pid == os.getpid():
@@ -46,7 +49,8 @@ def start_time(pid: int) -> int:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return -1
-    except OSError:  # a process of another user
+    # A process of another user, which os.kill() may not signal. So it exists.
+    except OSError:
         pass
     return 0
 
@@ -90,6 +94,8 @@ def is_alive(pid: int, began: int, system: str | None, host: str) -> bool | None
         system: its :func:`system_id`.
         host: the name of its machine, by which a process without ``system`` is known.
     """
+    # The number of a process means nothing in another container or on another machine, and a folder that several of
+    # them share has the records of all.
     here = system_id()
     is_here = host == socket.gethostname() if None in (system, here) else system == here
     if not is_here or (fcntl is None and pid != os.getpid()):

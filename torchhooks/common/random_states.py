@@ -25,6 +25,8 @@ def random_states() -> RandomStates:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:
         module = torch.get_device_module(accelerator)
+        # Asking for a state would initialize CUDA. That takes memory on the device, and a process that is forked
+        # afterwards, such as a worker of a DataLoader, could no longer use the device.
         if getattr(module, "is_initialized", module.is_available)() and hasattr(module, "get_rng_state"):
             devices = [torch.device(accelerator.type, index) for index in range(module.device_count())]
             states[accelerator.type] = [module.get_rng_state(device) for device in devices]

@@ -25,6 +25,8 @@ class Line(NamedTuple):
 
     def way_out(self) -> str:
         """Return ``"by break"`` or ``"by return"`` if the line has that statement; ``"early"`` if it has neither."""
+        # By linecache, because it also has the cells of a notebook, which are in no file. Not what follows a #: a
+        # comment may have the word.
         found = re.search(r"\b(break|return)\b", linecache.getline(*self).partition("#")[0])
         return f"by {found[1]}" if found else "early"
 

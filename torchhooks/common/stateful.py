@@ -124,6 +124,7 @@ class PlainCopy:
         self.problems.append(f"{_path(keys)} is {problem}")
 
     def _container(self, value: Tree, keys: tuple[object, ...]) -> Tree:
+        # Only while its items are copied: a container may be in a state twice, but not in itself.
         self._inside.add(id(value))
         try:
             if isinstance(value, dict):
@@ -136,7 +137,9 @@ class PlainCopy:
         plain = type(value)()
         for key, item in value.items():
             plain[key if type(key) is str else self(key, (*keys, key))] = self(item, (*keys, key))
-        if isinstance(value, OrderedDict):  # the state of a module has its version in an attribute, _metadata
+        # torch keeps the version of each module in an attribute of this dict, _metadata. Without it, load_state_dict()
+        # would take the state for one of an old version, and convert it.
+        if isinstance(value, OrderedDict):
             vars(plain).update(self._dict(vars(value), keys))
         return plain
 
@@ -150,7 +153,9 @@ def deep_copy(value: Tree) -> Tree:
             memo[id(tensor)] = tensor.detach().clone()
         return tensor
 
-    PlainCopy(clone)(value, ("",))  # calls clone() with each tensor
+    # Called for its walk alone: clone() gets each tensor, and what is returned is dropped. deepcopy() takes what memo
+    # has under the id of an object for the copy of it.
+    PlainCopy(clone)(value, ("",))
     return copy.deepcopy(value, memo)
 
 

@@ -26,6 +26,7 @@ def call_repr(instance: object, /, *args: object, **kwargs: object) -> str:
     arguments += [
         f"{name}={shown(value)}"
         for name, value in kwargs.items()
+        # By identity, because == of an argument may be another tensor, or code of the script.
         if name not in parameters or value is not parameters[name].default
     ]
     return f"{type(instance).__name__}({', '.join(arguments)})"

@@ -119,8 +119,11 @@ class Timer:
 
     def triggers_at(self, step: int, now: float) -> bool:
         """Return whether the timer triggers for ``step`` at the moment ``now``, by ``time.monotonic()``."""
+        # Before next_due(), by whose answer a period of 0 seconds would trigger twice for one step.
         if step == self._last_step:
             return False
+        # By the same numbers as the loop, which calls the hook from next_due() on. With now - last >= period, both
+        # could differ in the last bit of a float, and the hook would be called in runs in which it is not due.
         due = self.next_due()
         return (due.step is not None and step >= due.step) or (due.moment is not None and now >= due.moment)
 
@@ -180,6 +183,7 @@ class SecondOrStepTimer(Timer):
             )
         self._every_secs = None if every_secs is None else period(every_secs, "every_secs")
         self.every_steps = None if every_steps is None else whole_number(every_steps, "every_steps", 1)
+        # The clocks of the ranks differ, so a hook of all ranks is due by the chief's.
         self.differs_by_rank = every_steps is None
 
     @classmethod
@@ -191,6 +195,7 @@ class SecondOrStepTimer(Timer):
         Raises:
             ValueError: not exactly one is given, or it is invalid. The message has the name that was given.
         """
+        # Before the constructor, whose errors would have the names every_secs and every_steps.
         given = {name: _checked(name, value) for name, value in periods.items() if value is not None}
         if len(given) != 1:
             listed = ", ".join(f"{name}={shown(value)}" for name, value in periods.items())
@@ -225,6 +230,8 @@ class _StepTimer(Timer):
 
     def start_at(self, step: int) -> None:
         """Start at ``step``, at which a session starts. Steps that are reached again after a recovery trigger again."""
+        # A recovery has restored a step before the last trigger. In a resume, the timer is new and has none: the
+        # reached step keeps it from triggering for a multiple before the checkpoint.
         if self._last_step is not None and self._last_step > step:
             self.reset()
         self._reached = step
@@ -272,6 +279,7 @@ class EverySteps(_StepTimer):
 
     def should_trigger_for_step(self, step: int) -> bool:
         """Return whether a multiple was reached since the last trigger or the start; without either, at ``step``."""
+        # The script uses the timer without a loop. In a loop, start_at() was called before.
         if self._reached is None:
             return step > 0 and step % self.every_steps == 0
         return super().should_trigger_for_step(step)
@@ -315,6 +323,7 @@ class AtSteps(_StepTimer):
             raise ValueError("AtSteps([]): give at least one global step, such as [100, 200]")
 
     def next_due(self) -> Due:
+        # To the right of an equal step, which has triggered, or was reached before the resume.
         index = bisect.bisect_right(self.steps, self._reached or 0)
         return Due(step=self.steps[index]) if index < len(self.steps) else NEVER
 
@@ -352,6 +361,7 @@ class EveryEpochs(Timer):
         """The period in epochs."""
 
     def next_due(self) -> Due:
+        # No step and no moment, so triggers_at() is always false: only the loop knows when an epoch ends.
         return Due(epochs=self.every_epochs)
 
     def __repr__(self) -> str:
@@ -431,7 +441,9 @@ class _SharedTimer(Timer):
         self._timer.reset()
 
     def update_last_triggered_step(self, step: int) -> tuple[float | None, int | None]:
-        if not self._missed_a_trigger():  # otherwise the timer has started its new period already
+        # If the hook missed a trigger, another hook has started the new period already, perhaps in this very run. To
+        # start it again would move the next trigger of all of them.
+        if not self._missed_a_trigger():
             self._timer.update_last_triggered_step(step)
         self._known = self._timer.last_triggered_step()
         return super().update_last_triggered_step(step)
@@ -446,7 +458,9 @@ class _SharedTimer(Timer):
 GivenTimer = EverySteps | EveryEpochs | AtSteps | OnSignal | SecondOrStepTimer | NeverTriggerTimer
 """What a hook can be given as its timer. Several hooks can be given the same one."""
 
-_Copied = EverySteps | EveryEpochs | AtSteps | OnSignal | NeverTriggerTimer  # all copies trigger in the same runs
+# All copies of such a timer trigger in the same runs. Those of a SecondOrStepTimer may not, because its period begins
+# at the last trigger. So its hooks share it.
+_Copied = EverySteps | EveryEpochs | AtSteps | OnSignal | NeverTriggerTimer
 
 
 def checked_signal(given: str | signal.Signals, argument: str = "signals") -> signal.Signals:
@@ -523,6 +537,8 @@ def hook_timer(hook: object, timer: GivenTimer | None, *, at_multiples: bool = F
     check_one_period(timer, **given)
     if not isinstance(timer, _Copied):
         return _SharedTimer(timer)
+    # A hook records its triggers in its own timer. With one timer for several hooks, the first of them would keep the
+    # others from triggering at the same step.
     own: _Copied = copy.copy(timer)
     own.reset()
     return own

@@ -118,6 +118,7 @@ def snapshot(value: Tree) -> Tree:
 def copied(leaf: object) -> Tree:
     """Return a copy of a tensor, detached, or of an array; anything else as it is."""
     if isinstance(leaf, torch.Tensor):
+        # Detached first, so that autograd does not record the clone.
         return as_snapshot(leaf.detach().clone())
     return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 

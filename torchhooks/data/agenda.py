@@ -66,6 +66,8 @@ class Agenda:
     def due_at(self, depth: int) -> list[object]:
         """Return who waits for an item at ``depth``, or of a loop inside of that one, in the order of the calls."""
         due = [who for who, call in self.item_calls.items() if call.depth >= depth]
+        # sorted() keeps the order of equal ones, so the hooks are called in the order in which they have asked. Only a
+        # saver that a process resumes from asks to be last, when the others have done what belongs to this item.
         return due if len(due) < 2 else sorted(due, key=lambda who: self.item_calls[who].last)
 
     def postpone(self, depth: int) -> None:
@@ -101,6 +103,7 @@ class Agenda:
 
     def clear(self) -> None:
         """Forget the calls of a session, which is closed. An epoch ends with the data, which continue."""
+        # The calls refer to the closed session. In after_create_session, the hooks ask again with the next one.
         self.item_calls.clear()
         self.stop_calls.clear()
 

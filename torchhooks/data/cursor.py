@@ -196,6 +196,7 @@ class Cursor:
     @property
     def inner(self) -> Cursor | None:
         """The inner loop that began last in the current item."""
+        # The inner loop may be one of an earlier item. It is compared here, so that take() has nothing to reset.
         return self._inner if self._inner is not None and self._inner.item_of_outer == self.taken else None
 
     @property
@@ -283,6 +284,7 @@ class Cursor:
 
     def end(self) -> None:
         """Record that the data ended."""
+        # First, because it looks at the range, which is let go of in the next line.
         self._note_last()
         self.state, self.iterable, self.current_item = ENDED, None, None
 
@@ -297,6 +299,8 @@ class Cursor:
         elif self.state is IN_ITEM and self.counts_as_done(runs):
             self.state = BETWEEN_ITEMS
         self._note_last()
+        # A digest is kept and not the item: a cursor lives on after its loop, and an item may be a batch in the memory
+        # of a device.
         self.digest, self.current_item = item_digest(self.current_item), None
 
     def saved(self, state: CursorState, runs: int) -> SavedCursor:

@@ -65,6 +65,7 @@ class Loaders:
         self._live = {other: loader for other, loader in live.items() if loader() is not iterable}
         if has_state(iterable) or _keeps_workers(iterable) or find_generators(iterable):
             try:
+                # A strong reference would keep a loader, and its worker processes, after the script has dropped it.
                 self._live[key] = weakref.ref(iterable)
             except TypeError:  # no weak references to classes with __slots__
                 self._live[key] = lambda: iterable
@@ -90,6 +91,8 @@ class Loaders:
         if "state" not in saved or not has_state(loader):
             return True
         try:
+            # Taken out of the dict, because restore() may be called again once the loader is iterated. The generators
+            # are set again then, and the loader itself must not be set back.
             loader.load_state_dict(saved.pop("state"))
         except Exception:
             if self._own_state(loader):

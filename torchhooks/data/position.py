@@ -357,6 +357,8 @@ class DataPosition:
 
     def run_is_made_again(self) -> None:
         """Record that a run failed and is made again, with the current items."""
+        # The item begins again, as if no run had been made in it: otherwise a checkpoint that is saved now would take
+        # it for done. That it once had several runs is kept.
         for cursor in self._open:
             cursor.several_runs = cursor.several_runs or self._counter.runs - cursor.runs > 1
             cursor.runs = self._counter.runs
@@ -478,6 +480,7 @@ class DataPosition:
         """Continue a training run that was finished: it has more data than before, or its checkpoint was chosen."""
         self._trains_on = self._trains_on or self._finish.why is not None
         self._finish = Finish()
+        # The log warns of a loop that was left without finishing the training run. This one was left and finished.
         self._path[:1] = [cursor._replace(left=False) for cursor in self._path[:1]]
 
     # -- for checkpoints ----------------------------------------------------------------------------------------------

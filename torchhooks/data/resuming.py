@@ -243,6 +243,7 @@ def remaining(plan: Plan, cursor: Cursor, iterable: Iterable[T], notice_stop: Ca
     if plan.way is Way.NOTHING:
         return iter(())
     if plan.rest is not None:
+        # Before the lengths are compared: cursor.total() adds the items that are done to the length of a range.
         cursor.iterable = plan.rest
         _warn_of_length(plan, cursor, iterable)
         rest: Iterable[Any] = plan.rest  # the items of a range are numbers, whatever T is
@@ -263,8 +264,10 @@ def skipped(plan: Plan, cursor: Cursor, iterable: Iterable[T], notice_stop: Call
     count, item = 0, _NOTHING
     fetching: Saved = {}  # the random states before the item to compare
     while count < cursor.taken:
+        # To take many items may last for minutes, and the grace period of a SIGTERM may be shorter.
         if notice_stop():
             return iterator
+        # Only before the last item, because reading the random states takes time, and only that item is compared.
         if count == cursor.taken - 1:
             fetching = random_states()
         try:

@@ -55,6 +55,7 @@ class Variables:
             checkpoint and not named in ``pickled``.
     """
 
+    # With slots for the private attributes, __dict__ has the variables of the script and nothing else.
     __slots__ = ("__dict__", "__weakref__", "_pickled", "_unchanged")
 
     per_rank = True
@@ -95,6 +96,7 @@ class Variables:
         if devices:
             state["_devices"] = devices
         if objects := self._objects():
+            # The memory of a bytes object is read-only, and torch.from_numpy() warns of that, so it is copied.
             data = np.frombuffer(_pickled(objects), dtype=np.uint8).copy()
             state["_pickled"] = {"names": list(objects), "bytes": torch.from_numpy(data)}
         return state
@@ -107,6 +109,8 @@ class Variables:
         """
         state = dict(state_dict)
         devices, saved = state.pop("_devices", {}), state.pop("_pickled", None)
+        # First, because this may raise. The variables are set in the last line, so an error leaves all of them as they
+        # are.
         objects = {} if saved is None else self._unpickled(saved["names"], saved["bytes"].numpy().tobytes())
         # In one call, so that tensors that share memory do so again.
         new = deep_copy({name: value for name, value in state.items() if not self._has(name, value)})
@@ -122,6 +126,8 @@ class Variables:
         if name not in self.__dict__:
             return False
         try:
+            # By contents, so that a variable with the same value stays the object that other code of the script refers
+            # to. Two dicts are equal for Python in any order, and the script may iterate over them.
             mine, theirs = digests([self.__dict__[name], value], ordered=True)
         except TooManyValuesError:
             return False
@@ -139,6 +145,9 @@ class Variables:
                 f"you trust the checkpoint, name them, Variables(pickled={[*self._pickled, *unnamed]!r})"
             )
         objects = self._objects()
+        # A resumed script loads the same bytes twice. If nothing has changed the objects since, they stay the same
+        # objects. Two pickles of equal objects need not have the same bytes, so the pickle after the load is the one to
+        # compare.
         if self._unchanged is not None and self._unchanged == (data, _pickled(objects)):
             return objects
         try:

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from torchhooks.ranks.ranks import LoopRanks
 
 _AVAILABLE = "; available names: "
+# Not None, which is a value: of an output, and of a gradient before the first backward().
 _MISSING: Value = type("Missing", (), {"__repr__": lambda self: "<missing>"})()
 
 _EMPTY: Mapping[str, Value] = types.MappingProxyType({})
@@ -230,6 +231,7 @@ def _model_value(model: torch.nn.Module | None, name: str) -> Value:
     """Return a parameter, a buffer or a gradient (``"fc.weight.grad"``) of ``model``, or ``_MISSING``."""
     if model is None:
         return _MISSING
+    # First the whole name, because a parameter or a buffer may be called grad.
     found = find(model, name)
     if found is None and name.endswith(".grad"):
         parameter = find(model, name.removesuffix(".grad"))
@@ -301,6 +303,7 @@ class Evaluator:
             return self._leaf_uncopied(fetch)
         except _NotThereError:
             return None
+        # Always, because the evaluator goes on with the fetches of other hooks, for which a missing name is an error.
         finally:
             self._may_be_missing = False
 
@@ -336,6 +339,7 @@ class Evaluator:
             return self.composed(fetch)
         if isinstance(fetch, torch.Tensor):
             return self._once(fetch, lambda: fetch)
+        # Before callable(): a metric of torchmetrics is a module, and a call would update it.
         if callable(getattr(fetch, "compute", None)) and not isinstance(fetch, type):
             return self._once(fetch, lambda: self._call(fetch, fetch.compute))
         if callable(fetch):
@@ -372,7 +376,9 @@ class Evaluator:
 
     def _once(self, fetch: Fetch, value: Callable[[], Value]) -> Value:
         if id(fetch) not in self._values:
-            self._values[id(fetch)] = fetch, self._kept(fetch, value())  # with the fetch, so that its id stays its own
+            # With the fetch, which is kept alive by that: a fetch that a hook creates for one request could be freed,
+            # and another one in the same run get its id, and with it its value.
+            self._values[id(fetch)] = fetch, self._kept(fetch, value())
         return self._values[id(fetch)][1]
 
     def _closure(self, closure: Closure) -> Value:
@@ -380,6 +386,8 @@ class Evaluator:
             hash(closure)
         except TypeError:  # not hashable: identified by id instead
             return self._once(closure, lambda: self._call_by_name(closure))
+        # By equality, because each access to a method makes a new object. It is equal to the one before, and evaluated
+        # once.
         if closure not in self._values:
             self._values[closure] = self._kept(closure, self._call_by_name(closure))
         return self._values[closure]
@@ -399,6 +407,7 @@ class Evaluator:
         kwargs: dict[str, Value] = {}
         for parameter in closure_parameters(closure):
             value = self._argument(closure, parameter)
+            # All others by position, because some functions take parameters by position only.
             if parameter.kind is parameter.KEYWORD_ONLY:
                 kwargs[parameter.name] = value
             else:
@@ -456,6 +465,7 @@ class Evaluator:
 
     def _call(self, fetch: Fetch, function: Callable[[], Value]) -> Value:
         try:
+            # Without a graph, which would keep the activations of the run in memory as long as the value.
             with torch.no_grad():
                 value = function()
         except BaseException as error:
@@ -533,7 +543,9 @@ class Evaluator:
             return self._detached(name) if self.detaches else self._outputs[name]
         if name == "global_step":
             return self.session.global_step
-        if name in SPEEDS:  # before the model and the arguments, which take longer to search
+        # Before the model and the arguments, which take longer to search. Of several StepCounterHooks, the one that has
+        # measured last counts.
+        if name in SPEEDS:
             measured = [hook.measured_speed(name) for hook in self.session.loop_hooks]
             found = [each for each in measured if each is not None]
             if found:
@@ -542,10 +554,12 @@ class Evaluator:
             rates = learning_rates(self.session.optimizer)
             if name in rates:
                 return rates[name]
+        # The arguments come after the model, because the signature of the step is bound for them, which takes longer.
         value = _model_value(self.session.model, name)
         if value is _MISSING:
             value = self._inputs().get(name, _MISSING)
-        if value is _MISSING and name in _OF_LOOP:  # last, because steps have parameters with these names
+        # Last, because steps have parameters with these names, such as batch, and the script means these.
+        if value is _MISSING and name in _OF_LOOP:
             known = _OF_LOOP[name](self.session)
             value = _MISSING if known is None else known
         return value

@@ -91,6 +91,7 @@ class Step:
 
     def inputs(self, args: tuple[Value, ...], kwargs: Mapping[str, Value]) -> dict[str, Value]:
         """Return the arguments of the step by parameter name, defaults included."""
+        # Only partially: a missing argument is an error of the call of the step, not of this.
         bound = self._bound(args, kwargs)
         if bound is None:
             return dict(kwargs)
@@ -170,6 +171,8 @@ def closure_parameters(closure: Closure) -> tuple[inspect.Parameter, ...]:
     if not isinstance(function, types.FunctionType):
         return _read_parameters(closure)
     bound = function is not closure
+    # By the function, weakly: a closure that a hook creates for each request is freed after it. A bound method has one
+    # parameter less than its function.
     known = _parameters.setdefault(function, {})
     if bound not in known:
         known[bound] = _read_parameters(closure)
@@ -269,6 +272,7 @@ def canonical(name: str) -> str:
 def modules_on_the_way(model: torch.nn.Module, path: str) -> list[torch.nn.Module]:
     """Return ``model`` and the modules on the way to the submodule ``path``, wrappers too; ``[]`` if there is none."""
     way = [model]
+    # Not by get_submodule(), whose getattr() would run a property or a __getattr__ of the model.
     for part in path.split(".") if path else ():
         while part not in _children(way[-1]) and (inner := _wrapped(way[-1])) is not None:
             way.append(inner)
@@ -320,6 +324,7 @@ def _owner(model: torch.nn.Module, name: str) -> torch.nn.Module | None:
 
 
 def _tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    # With duplicates: a parameter that two names share can be fetched by both.
     options: dict[str, Any] = {"recurse": False, "remove_duplicate": False}
     return {**dict(module.named_parameters(**options)), **dict(module.named_buffers(**options))}
 

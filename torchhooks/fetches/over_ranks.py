@@ -171,7 +171,9 @@ class RanksEvaluator(Evaluator):
         wanted = {_key(each, who): (each, who) for who, request in self._requests for each in over_ranks_in(request[0])}
         # The fetch may be a part of one that is evaluated by itself: ComposedFetch.is_fixed.
         wanted.setdefault(_key(fetch, caller), (fetch, caller))
+        # They are combined now. A later call is for a fetch that is in no request, and must not exchange these again.
         self._requests = ()
+        # All are checked before the first is evaluated, which may be a collective call already.
         for each, who in wanted.values():
             self._check_every_rank_calls(who, each)
         parts = [self._part(each, who) for each, who in wanted.values()]
@@ -204,6 +206,7 @@ class RanksEvaluator(Evaluator):
             return leaf
         if all(placement.is_replicate() for placement in leaf.placements):  # type: ignore[attr-defined]
             return as_snapshot(leaf.to_local())  # type: ignore[attr-defined]
+        # Once for each DTensor, however many hooks ask for it: full_tensor() is a collective call.
         if id(leaf) not in self._full:
             self._check_every_rank_calls(self._caller, f"a DTensor of shape {tuple(leaf.shape)}")
             self._full[id(leaf)] = leaf, as_snapshot(leaf.full_tensor())
@@ -231,6 +234,7 @@ class _Part(NamedTuple):
     @property
     def row(self) -> list[Value]:
         """The value and its weight, which is NaN for no value."""
+        # A number also for no value, because the rows of all ranks have to be equally long.
         return [0.0, math.nan] if self.value is None else [self.value, 1.0 if self.weight is None else self.weight]
 
 
@@ -308,6 +312,8 @@ def _reduced(part: _Part, values: torch.Tensor, weights: torch.Tensor) -> Value:
     """Return the values of the ranks combined, as a tensor if this rank's is one. Does not wait for a device."""
     op, there = part.fetch.op, ~weights.isnan()
     if op == "mean":
+        # A rank with the weight 0 is left out, because 0 times its value is NaN if that is infinite. By torch.where(),
+        # because an index by a mask waits for the device.
         counted = there & (weights != 0)
         result = torch.where(counted, values * weights, 0).sum() / torch.where(counted, weights, 0).sum()
     elif op == "sum":
@@ -355,6 +361,7 @@ def grad_norm(norm_type: float = 2.0) -> Closure:
     """
     _check_order(norm_type)
 
+    # The inner function has the same name, because it is the tag under which hooks log the value.
     def grad_norm(model: torch.nn.Module, session: FetchableSession | None = None) -> Value:
         return _norm([each.grad for each in model.parameters() if each.grad is not None], norm_type, session)
 
@@ -400,6 +407,8 @@ def _norm(tensors: list[torch.Tensor], norm_type: float, session: FetchableSessi
     dense = [each.coalesce().values() if each.is_sparse else each for each in tensors]
     if not any(map(is_sharded, dense)):
         return torch.nn.utils.get_total_norm(dense, norm_type) if dense else None
+    # With several ranks, the evaluator combines it. Only there it is known which hook asks, and so whether the other
+    # ranks ask too.
     norm = _NormOfShards(dense, norm_type)
     return norm if session is not None and session.ranks.size > 1 else norm.combined()
 
@@ -413,6 +422,7 @@ class _NormOfShards:
 
     def combined(self) -> torch.Tensor:
         """Return the norm. Every rank has to call this."""
+        # Tensors with the same mesh and sharding share one exchange.
         parts: dict[tuple[object, tuple[int, ...]], list[torch.Tensor]] = {}
         for tensor in self._tensors:
             where: tuple[Value, tuple[int, ...]] = (None, ())  # the mesh, and its dimensions over which it is sharded
@@ -428,6 +438,7 @@ class _NormOfShards:
         filled = [tensor for tensor in tensors if tensor.numel()]  # a rank may have no part of a small tensor
         norm = torch.nn.utils.get_total_norm(filled, self._norm_type) if filled else tensors[0].new_zeros(())
         for dimension in sharded:
+            # One number of each rank: the norm of the norms of the parts is the norm of the whole.
             rows = all_gather([norm], mesh.size(dimension), mesh.get_group(dimension))
             norm = self._total([part for (part,) in rows])
         return norm

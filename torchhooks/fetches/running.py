@@ -233,12 +233,15 @@ class RunningValues:
     def begin_session(self, session: FetchableSession, step: Step) -> None:
         """Forget what was accumulated, and evaluate fetches in ``session`` from now on."""
         self._session, self._step = session, step
+        # A checkpoint is restored after this, and then calls load_state_dict() with what it has.
         self.load_state_dict(None)
 
     # -- what to accumulate -----------------------------------------------------------------------------------------
 
     def find_in(self, callers: Iterable[Caller]) -> None:
         """Accumulate the running fetches that the hooks of ``callers`` declare, or have in their attributes."""
+        # The loop calls this once every hook has had its after_create_session, in which it may still set its
+        # attributes.
         self._has_looked = True
         for caller in callers:
             wanted: list[RunningFetch] = accumulated_parts(caller.declared_fetches())
@@ -275,7 +278,8 @@ class RunningValues:
         """Create the accumulators that ``owner`` does not have yet, and return their fetches."""
         added = [fetch for fetch in dict.fromkeys(wanted) if fetch not in owner.accumulators]
         if added:
-            self._add_up()  # what is waiting does not belong to the new ones
+            # What is waiting belongs to runs before the new ones, which share the sources.
+            self._add_up()
         for fetch in added:
             create = self._latest_value if fetch.op == "latest" else self._new_accumulator
             owner.accumulators[fetch] = create(fetch, owner)
@@ -290,6 +294,7 @@ class RunningValues:
         if fetch.reset == "epoch":
             self._of_epoch.append(accumulator)
         self._begin(accumulator, f"{owner.name}: {fetch.text(_saved_name)}")
+        # The restored state may be that of an epoch that had ended when the checkpoint was saved.
         self._starts_over = self._starts_over or accumulator.sums.ended
         return accumulator
 
@@ -374,6 +379,7 @@ class RunningValues:
         for key, pairs in on_device.items():
             sources = [source for source, _ in pairs]
             rows = self._rows.get(key)
+            # The columns have changed: a hook has asked later than others, or a value was on the host in the last run.
             if rows is None or rows.sources != sources:
                 if rows is not None:
                     rows.add_up()
@@ -415,6 +421,7 @@ class RunningValues:
                 f"such as LoggingTensorHook([{fetch!r}], every_n_steps=100). A hook of your own requests it in "
                 "before_run, with SessionRunArgs, or has it in an attribute and passes itself, who=self"
             )
+        # Nothing of a latest value waits to be added up.
         if isinstance(accumulator, Accumulator):
             self._add_up()
         value = accumulator.report()
@@ -439,6 +446,7 @@ class RunningValues:
     def load_state_dict(self, state: State | None) -> None:
         """Continue from ``state``. Values that it does not have start over."""
         self._restored = {} if state is None else state
+        # What waits belongs to runs that the restored state does not have, and that a recovery makes again.
         self._rows.clear()
         for source in self.sources:
             source.numbers = []
@@ -522,6 +530,7 @@ class Accumulator:
 
     def put_back(self) -> None:
         """Continue as if the report of the current run had not been made."""
+        # The run itself was added before any report. So if there are runs, nothing was reported in the current one.
         if not self._of_epoch and not self.sums.runs:
             self.sums, self._reported = self._reported, self._before_report
 
@@ -534,6 +543,7 @@ class Accumulator:
             self.sums = NO_RUNS
 
     def state_dict(self) -> State:
+        # With the dtype: a number that was loaded does not tell whether the hook gets a tensor, nor of which dtype.
         return {**self.sums._asdict(), "dtype": self._source.dtype}
 
     def load_state_dict(self, state: State | None) -> None:
@@ -625,6 +635,7 @@ class LatestValue(NumberSource):
 
     def __init__(self, fetch: Fetch, caller: Caller, asked: str) -> None:
         super().__init__(fetch, None, caller, asked)
+        # is_number stays false, so that RunningValues.add() does not put the value into the list, but calls add().
         self._value: Number = math.nan
 
     def evaluate(self, evaluator: Evaluator) -> Value:
@@ -651,6 +662,7 @@ class Rows:
     def __init__(self, sources: Sequence[NumberSource], like: torch.Tensor) -> None:
         self.sources = sources
         self._buffer = torch.empty(_ROWS, len(sources), dtype=like.dtype, device=like.device)
+        # All views at once, because an index in every run would make a new one each time.
         self._rows = self._buffer.unbind()
         self._used = 0
 
@@ -733,6 +745,7 @@ class _Operation(NamedTuple):
 def _sum_of_rows(rows: torch.Tensor) -> torch.Tensor:
     if not rows.is_floating_point():
         return rows.sum(0, dtype=torch.int64)
+    # A long period of half precision would lose the small numbers, or overflow. The device mps has no float64.
     return rows.sum(0, dtype=torch.float64 if has_float64(rows.device) else torch.float32)
 
 
@@ -763,6 +776,7 @@ _OPERATIONS = {
 
 
 def _ratio(total: Number, divisor: Number) -> Number:
-    if not isinstance(divisor, torch.Tensor) and not divisor:  # all weights are 0
+    # All weights are 0. Python would raise an error, where a tensor gives NaN.
+    if not isinstance(divisor, torch.Tensor) and not divisor:
         return total * math.nan
     return total / divisor

@@ -48,11 +48,13 @@ class ModuleWatch:
                         self._errors[name] = error
                     else:
                         self._watch(module, name)
+        # Also after a Ctrl-C: the caller gets no watch that it could close, and the hooks would stay on the model.
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
+        # Some handles are those of tensors that the model has returned, which the script may keep after the run.
         while self._handles:
             self._handles.pop().remove()
 
@@ -106,6 +108,8 @@ class ModuleWatch:
             grads[key] = grad.detach().clone()
             if number >= latest:  # backward() reaches the last call first, and its gradient is the one to keep
                 latest = number
+                # With each gradient, because nothing tells which one is the last. The hooks refer to the output, so
+                # that no other tensor gets an id of one in it.
                 self._values[name] = map_leaves(lambda leaf: grads.get(id(leaf)), output)
 
         return on_output

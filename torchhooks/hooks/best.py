@@ -156,6 +156,7 @@ class BestCheckpointHook(PeriodicHook):
     def begin(self) -> None:
         super().begin()
         self._has_warned = False
+        # realpath(), because a link is another name of the same folder. The lock is for loops in several threads.
         folder = os.path.realpath(self._resolved)
         with self._lock:
             other = self._in_use.setdefault(folder, self)
@@ -170,6 +171,8 @@ class BestCheckpointHook(PeriodicHook):
         self.trigger.fire(session.global_step)  # also after a recovery, a period begins here
         self._compared_at = session.global_step
         self._to_save: float | None = None
+        # Before the folder is read: after a recovery, the thread may still be writing a checkpoint of the session
+        # before. This saver is not in session.savers, for which the loop waits.
         self._saver.wait()
         self._preparation = MemoryPreparation(session, AnySaver(self._saver) if self._is_async else None)
         self._kept: dict[str, _StoredBest] = {}
@@ -273,9 +276,12 @@ class BestCheckpointHook(PeriodicHook):
             return None
         if len(self._kept) < len(self._places):
             return next(place for place in self._places if place not in self._kept)
+        # More checkpoints may be there than this hook keeps, if an earlier process kept more. A state counts if it is
+        # among the best of as many as this hook keeps.
         best = sorted((kept.score for kept in self._kept.values()), reverse=True)
         if score <= best[len(self._places) - 1]:
             return None
+        # min() returns the first of equal scores, so of these the one that was written last is replaced.
         return min(reversed(self._kept), key=lambda place: self._kept[place].score)
 
     def _put(self, place: str, kept: _StoredBest) -> None:

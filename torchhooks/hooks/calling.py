@@ -26,6 +26,7 @@ class _Arguments:
 
     def __init__(self, function: Callable[..., object]) -> None:
         self._function = function
+        # The evaluation asks inspect.signature() which names a closure needs, and __call__ itself names none.
         self.__signature__ = inspect.Signature(closure_parameters(function))
 
     def __call__(self, *args: Value, **kwargs: Value) -> Arguments:
@@ -119,6 +120,7 @@ class CallFnHook(PeriodicHook):
 
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
         super().after_create_session(session, coord)
+        # The loop also calls this for the session after a recovery, which is no second start.
         if self._at_start and not self._has_begun:
             try:
                 arguments = session.run(self.fetches, who=self)
@@ -130,6 +132,8 @@ class CallFnHook(PeriodicHook):
         self._has_begun = True
 
     def run_due(self, run_context: SessionRunContext, values: Arguments) -> None:
+        # Noted here and not in _call(): on a GPU that is made some runs later, when the global step is another one, and
+        # end() compares the step whose values the function gets.
         self._called_at = run_context.session.global_step
         run_context.when_ready(values, self._call)
 

@@ -46,6 +46,8 @@ class _StopByMetric(PeriodicHook):
         self._looked_at_start = self._evaluated is None
 
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
+        # In the first run and not in after_create_session(): the EvaluationHook may come later in the list of hooks,
+        # and then evaluates its start after this hook was called there.
         if self._evaluated is not None and not self._looked_at_start:
             self._looked_at_start = True
             session = run_context.session
@@ -122,6 +124,7 @@ class _StopIfNoImprovement(_StopByMetric):
 
     def begin(self) -> None:
         super().begin()
+        # Before a restore, which sets these to what the checkpoint has. A hook may serve several loops.
         self._forget()
 
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
@@ -138,6 +141,8 @@ class _StopIfNoImprovement(_StopByMetric):
         return self._reason
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
+        # A loop with until_stop has asked why_finished() and makes no run. A loop with should_stop() and run() makes
+        # one more run, as TensorFlow does, and this ends it.
         if self._reason is not None:
             run_context.request_stop(self._reason)
             self._reason = None
@@ -156,6 +161,7 @@ class _StopIfNoImprovement(_StopByMetric):
 
     def reason_to_stop(self, step: int, epoch: int, value: float) -> str | None:
         self._last_at = place = _Place(step, epoch)
+        # The count begins with the first value also if that is NaN, which is never the best one.
         if self._best_at is None:
             self._best_at = place
         if not math.isnan(value) and (self._best is None or self._is_better(value, self._best)):
@@ -179,6 +185,7 @@ class _StopIfNoImprovement(_StopByMetric):
     def state_dict(self) -> dict[str, Any]:
         """Return the best value so far, its step and epoch, and the step and epoch of the last value."""
         places = {"best_at": self._best_at, "last_at": self._last_at}
+        # As lists: a file that is loaded with weights_only=True has no NamedTuple of this package.
         return {"best": self._best, **{name: place and [*place] for name, place in places.items()}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -142,6 +142,8 @@ class EvaluationHook(PeriodicHook):
         self.given_timer: GivenTimer = _chosen(timer, has_other_times=at_start or at_end)
         """The timer to give to hooks that are due together with this one."""
         self.set_timer(self.given_timer)
+        # One object for all results: a run evaluates each distinct fetch once, so hooks that fetch several results of
+        # an evaluation have it made once.
         self.fetches = _Results(self._fetched, evaluate)
         self._at_start, self._at_end, self._logs = at_start, at_end, log
         self.works_at_end = at_end
@@ -203,6 +205,7 @@ class EvaluationHook(PeriodicHook):
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
         self._target.session_created(session)
         self._session = session
+        # Without this line, a step that is made again after a recovery would get the result of the session before.
         self._latest = None
         # After a recovery, later steps are made again.
         self._unreported = [result for result in self._unreported if result.step <= session.global_step]
@@ -217,16 +220,20 @@ class EvaluationHook(PeriodicHook):
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
         self._has_run = True
         self._target.start_session()
+        # Emptied first: if a report raises, teardown() must not make the others a second time.
         results, self._unreported = self._unreported, []
         for result in results:
             run_context.when_ready(result.values, functools.partial(self._report, result))
 
     def end(self, session: Session) -> None:
+        # A process that a signal has stopped is resumed, and its last state would be evaluated at a step that a
+        # training run without the signal does not evaluate.
         if self._at_end and not (session.stopped_by_signal or session.was_finished):
             self.current(session)
         self._report_now()
 
     def teardown(self) -> None:
+        # After the loop, reading the values must not make calls in a session that is closed.
         self._session = None
         try:
             self._report_now()  # what was evaluated after the end, or in a run that failed
@@ -277,6 +284,8 @@ class EvaluationHook(PeriodicHook):
         named = returned if isinstance(returned, Mapping) else {self._name: returned}
         for name, value in named.items():  # in the run that computed the values
             _check_result(self._function, name, value, is_whole=returned is value)
+        # After the checks: an evaluation that has raised must be made again in the run after a recovery. The time is
+        # taken now, because a result on a GPU is written some runs later.
         self._latest = _Result(session.global_step, time.time(), named)
         self._unreported.append(self._latest)
         return self._latest
@@ -324,6 +333,7 @@ class EvaluationValue(ComposedFetch):
         holder: str = "evaluation",
     ) -> None:
         self._holder = holder
+        # Where the user gives no tag, a hook logs a fetch under its __name__, as it does with a function.
         self.name = self.__name__ = name
         self.timer = evaluation.given_timer
         """The timer of the evaluation."""

@@ -167,6 +167,7 @@ class ProfilerHook(PeriodicHook):
         self._profiler.start()
 
     def _stop_profiler(self) -> None:
+        # First, so that other hooks can profile even if torch raises while the profiler stops.
         if self in self._in_use:
             self._in_use.remove(self)
         profiler, self._profiler = self._profiler, None

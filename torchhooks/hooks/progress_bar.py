@@ -116,9 +116,12 @@ class ProgressBarHook(StandardHook):
     def after_create_session(self, session: Session, coord: Coordinator) -> None:
         self._begins = True  # the next run is the first of the loop, of an epoch, or after a recovery
         self._begun = time.time(), session.global_step
+        # Not again after a recovery, when the handlers have the filter already.
         if self._draws and not self._filtered:
             self._filtered = _terminal_handlers()
             for handler in self._filtered:
+                # A filter of a handler is called right before that handler writes, in the thread that logs. So the bar
+                # is removed only for lines that reach the terminal.
                 handler.addFilter(self._clear_bar)
         if self._bar is None and not self._per_epoch:
             self._open_bar(_Count(session.global_step, self._total), self._begun)
@@ -208,10 +211,13 @@ class ProgressBarHook(StandardHook):
         if self._draws:
             options["file"] = self._stream
         else:
+            # disable=False, because TQDM_DISABLE in the environment turns bars off, and not the lines of the log.
             options |= {"file": io.StringIO(), "ncols": 0, "disable": False}  # ncols=0: only the numbers
         started, initial = begun
         # Each update is drawn, because the hook's timer has chosen it.
         self._bar = self._bar_class(total=count.total, initial=initial, mininterval=0, miniters=0, **options)
+        # tqdm takes the time at which a bar is created for its start. The bar of an epoch is created when its first
+        # values are on the host, which may be some runs later.
         self._bar.start_t = self._bar.last_print_t = started
 
     def _close_bar(self) -> None:

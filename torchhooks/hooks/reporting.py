@@ -114,11 +114,13 @@ class LoggingTensorHook(PeriodicHook):
     def run_due(self, run_context: SessionRunContext, values: tuple[Value, ...]) -> None:
         if self.writes:
             warn_of_missing_gradients(run_context.session, self._tensors, values)
+            # The seconds are read now. On a GPU the line is logged some runs later, perhaps after the next trigger.
             run_context.when_ready(values, partial(self._log, self._tensors, self.elapsed_secs))
 
     def end(self, session: Session) -> None:
         if self._at_end and not session.was_finished:
             values = session.run_available(self._tensors, who=self)
+            # Before elapsed_secs is read, which fire() sets: outside of a run, the loop does not call it.
             self.trigger.fire(session.global_step)
             if values and self.writes:
                 self._log(values, self.elapsed_secs, to_host(tuple(values.values())))
@@ -191,9 +193,11 @@ class FinalOpsHook(StandardHook):
 
     @property
     def fetches_to_come(self) -> Fetch:
+        # These names are checked after the first run. A name that only the feed_dict has would be reported as unknown.
         return None if self._feed_dict else self._final_ops
 
     def begin(self) -> None:
+        # A hook may serve several loops. After a loop that fails, there must be no values of the loop before.
         self.final_ops_values = None
         if self.writes:
             self._target.open()
@@ -204,6 +208,7 @@ class FinalOpsHook(StandardHook):
     def end(self, session: Session) -> None:
         if self._final_ops is None or session.stopped_by_signal:
             return
+        # Also on ranks that do not write: the fetches may contain collectives.
         with session.paused(), evaluating(session):
             self.final_ops_values = session.run_available(self._final_ops, self._feed_dict, who=self)
         if self.writes and not session.was_finished:

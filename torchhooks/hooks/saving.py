@@ -105,6 +105,7 @@ class SummarySaverHook(PeriodicHook):
 
     def begin(self) -> None:
         super().begin()
+        # Not in the constructor, because a script may set the summary_op of the scaffold until the loop is created.
         if self._scaffold is not None and self._scaffold.summary_op is not None:
             self._ops = summary.summary_ops(self._scaffold.summary_op)
         writers = self._target.open() if self.writes else ()
@@ -369,16 +370,19 @@ class CheckpointSaverHook(PeriodicHook):
         session.savers.append(saver)
         self._saver = AnySaver(saver)
         self._waits = self._is_put_off = False
+        # The step of the session before says nothing: after a recovery, it is made again with another state.
         self.last_save = self.last_save._replace(step=None)
         self._coord = coord
         session.at_stop(self, lambda: self._save_for_stop(session))
         self._save_if_planned(session, Moment.CREATED)
+        # After the first save, which tells the saver what else it has to copy than the tensors that it can see.
         self._preparation = MemoryPreparation(session, self._saver if self._is_async else None)
         super().after_create_session(session, coord)
         self.trigger.fire(session.global_step)  # also after a recovery, a period begins here
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
         self._preparation.after_run()
+        # In a run that is due, the loop calls run_due() after this, which would save a second time.
         if not self.trigger.due and (self._waits or self._is_put_off):
             self._save_due(run_context, is_in_item=_is_in_item(run_context.session))
 
@@ -396,6 +400,8 @@ class CheckpointSaverHook(PeriodicHook):
                 raise
             if self.last_save.decided_step != step:
                 logger.warning("no checkpoint of step %d: %s", step, brief(stop))
+        # Before the listeners, so that they find the last checkpoint on the disk. An error of the thread is raised
+        # here.
         self._saver.wait_for_all(session)
         for listener in self._listeners:
             listener.end(session, step)
@@ -585,12 +591,16 @@ class CheckpointSaverHook(PeriodicHook):
         """
         step, finish = session.global_step, session.why_finished
         with session.paused():
+            # Before the checkpoint is written: the process that resumes from it does not write the earlier points
+            # again, so after a kill -9 those have to be in their files.
             WriterTarget.flush_all()
             for listener in self._listeners:
                 listener.before_save(session, step)
             logger.info("saving a checkpoint of step %d into %s", step, self._checkpoint_dir)
             asked_later, in_background = refusals or (), bool(self._async_save)
             path = self._saver.save(session, self.path, step, refusals=asked_later, async_save=in_background)
+            # Before the listeners are called: if one of them raises StopIteration, end() must not save the same state
+            # again.
             self.last_save = LastSave(step, finish, session.total_runs, step, finish)
             self._saved_state = digest_of_state(session.training_state) if may_be_marked else None
             session.checkpoint_saved(os.path.dirname(self.path))

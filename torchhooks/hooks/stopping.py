@@ -438,6 +438,8 @@ class GlobalStepWaiterHook(StandardHook):
                     f"{self!r}: the global step is {session.global_step}, and no thread that is registered with the "
                     "coordinator can advance it: register the thread that does, or remove the hook"
                 )
+            # A thread sets session.global_step without telling this hook, so the step is looked at again and again.
+            # Waiting on the coordinator has a stop end the wait at once.
             if self._coord.wait_for_stop(_POLL_SECS):
                 return
         self._awaited_step = 0  # reached: later runs do not wait, whatever the step is then

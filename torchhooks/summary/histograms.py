@@ -79,7 +79,8 @@ def _count_on_host(flat: torch.Tensor) -> Counts:
     low, high, total, squares = math.inf, -math.inf, 0.0, 0.0
     buffer = np.empty(min(len(flat), _CHUNK_ON_HOST))  # used again, because new memory takes longer than the sums
     for chunk in flat.split(_CHUNK_ON_HOST):
-        is_short = chunk.is_floating_point() and chunk.dtype.itemsize <= 2  # which NumPy sorts slowly, or lacks
+        # NumPy sorts float16 slowly, and does not have bfloat16.
+        is_short = chunk.is_floating_point() and chunk.dtype.itemsize <= 2
         values = array_of(chunk.float() if is_short else chunk)
         if values.dtype.kind != "f":
             values = values.astype(np.float64)
@@ -100,9 +101,11 @@ def _count_on_host(flat: torch.Tensor) -> Counts:
 
 def _count_on_device(values: torch.Tensor) -> Counts:
     doubles = values.double()
+    # Elements without a bin are not cut out by this mask, which would wait for the device: they get the last place.
     there = doubles.abs() < END
     index = torch.bucketize(doubles, _edges_on(values.device), right=True) - 1
     bins = torch.zeros(len(edges()), dtype=torch.int64, device=values.device)
+    # Not bincount(), which waits for the device to know the largest index.
     bins.scatter_add_(0, torch.where(there, index, len(bins) - 1), torch.ones_like(index))
     low, high = torch.where(there, doubles, math.inf).amin(), torch.where(there, doubles, -math.inf).amax()
     kept = torch.where(there, doubles, 0.0)

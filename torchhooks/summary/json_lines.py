@@ -48,7 +48,9 @@ class JsonLinesWriter(SummaryWriter):
         OSError: from any method, if the operating system reports an error.
     """
 
-    _lock = threading.Lock()  # of all writers: a purge by one must not miss a line that another appends
+    # Of all writers of this process: a purge by one of them must not miss a line that another one appends to the same
+    # file. Another process is not kept out.
+    _lock = threading.Lock()
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = place(path)
@@ -56,7 +58,10 @@ class JsonLinesWriter(SummaryWriter):
             raise ValueError(
                 f"path={path!r}: this is a folder: give a file, such as {os.path.join(path, 'curves.jsonl')!r}"
             )
+        # Without links: a purge renames its file to this path, and would replace the link instead of what it leads to.
         self._file = self.log_dir = os.path.realpath(self._path)
+        # An incomplete last line is removed now, and a folder that cannot be created is an error now and not at the
+        # first point.
         with self._lock, self._opened():
             pass
 
@@ -103,6 +108,8 @@ class JsonLinesWriter(SummaryWriter):
                     # Not cut off at the first line to remove: lines of several hooks interleave.
                     copy.writelines(itertools.compress(lines, stays))
                     shutil.copymode(path, copy_path)
+                    # Before the copy gets the name of the file, so that a power failure leaves one of them whole. The
+                    # blocks that opened the two end before the rename, because Windows renames no open file.
                     copy.flush()
                     os.fsync(copy.fileno())
         if removed:
@@ -115,6 +122,8 @@ class JsonLinesWriter(SummaryWriter):
     @contextmanager
     def _opened(self) -> Iterator[io.FileIO]:
         """Open the file to append whole lines. Remove a part of a line, which a kill or a full disk left at its end."""
+        # The file is opened for each line, because a purge by another writer replaces it: a file that was kept open
+        # would then be one that has no name, and its lines would be lost.
         os.makedirs(os.path.dirname(self._file), exist_ok=True)
         # Unbuffered, so that a line survives a kill. In append mode, so that writers do not overwrite each other.
         with open(self._file, "a+b", buffering=0) as file:

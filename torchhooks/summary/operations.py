@@ -151,6 +151,7 @@ class scalar(SummaryOp):  # noqa: N801 - called like a function, as functools.pa
         except OverflowError:
             wanted = "a scalar has to fit into a float: write its logarithm"
             raise ValueError(self._message("a number beyond 1.8e308", wanted)) from None
+        # An integer stays one, because a float would round it beyond 2**53.
         return int(value) if isinstance(value, int) else as_float
 
     def write(self, writer: SummaryWriter, value: object, step: int, walltime: float | None = None) -> None:
@@ -180,6 +181,7 @@ class histogram(SummaryOp):  # noqa: N801
         self._check(value)
         if self.copies or not self._is_written:
             return Summary(self, value)
+        # Counted now, because the value is no copy: the next run may change it before it is written.
         return Summary(self, count(value) if can_count(value) and 0 not in value.shape else snapshot(value))
 
     def _check(self, value: Value) -> None:
@@ -389,6 +391,7 @@ def _name_of(fetch: object) -> str:
 def _checked_tag(tag: str, kind: str) -> str:
     if not isinstance(tag, str):
         raise TypeError(f"{kind}({tag!r}, ...): a tag is a str, such as 'loss' or 'train/loss'")
+    # A lone surrogate cannot be written as UTF-8, in which event files have their tags.
     if not tag.strip() or any(unicodedata.category(character) in ("Cc", "Cs") for character in tag):
         raise ValueError(f"{kind}({tag!r}, ...): a tag must not be blank or have control characters or lone surrogates")
     return tag

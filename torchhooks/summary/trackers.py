@@ -69,6 +69,7 @@ class MlflowWriter(SummaryWriter):
         self._entities = mlflow.entities
         self._client = mlflow.MlflowClient(tracking_uri)
         self._folder, self._given_id, self._experiment, self._run_name = folder, run_id, experiment, run_name
+        # No run is started here, because every rank creates the writer. Only hooks of the chief open it.
         self._run_id: str | None = None
         self._calls: list[Any] = []  # in flight
 
@@ -115,6 +116,7 @@ class MlflowWriter(SummaryWriter):
 
     def close(self, status: str = "FINISHED") -> None:
         """Flush, and end the run, unless it was given. After an exception, a ``with`` block passes ``"FAILED"``."""
+        # First, so that a point after this starts or resumes a run, also if the flush raises an error.
         run_id, self._run_id = self._run_id, None
         try:
             self.flush()
@@ -127,6 +129,7 @@ class MlflowWriter(SummaryWriter):
 
     def _create_run(self, folder: str | os.PathLike[str]) -> str:
         id_file = Path(folder, "mlflow-run-id")
+        # A process that was killed while it wrote the file may have left it empty.
         if id_file.exists() and (run_id := id_file.read_text().strip()):
             self._client.update_run(run_id, status="RUNNING")
             return run_id
@@ -249,6 +252,7 @@ class WandbWriter(SummaryWriter):
         id_file = Path(folder, "wandb-run-id")
         id_file.parent.mkdir(parents=True, exist_ok=True)
         run_id = id_file.read_text().strip() if id_file.exists() else ""
+        # The arguments of the caller come last, so that they may name another run.
         run = self._wandb.init(**{"dir": os.fspath(folder), "id": run_id or None, "resume": "allow", **self._init})
         if run.id != run_id:  # otherwise the file stays as it is, because a kill could leave it empty
             id_file.write_text(run.id)
@@ -287,6 +291,7 @@ class PrometheusWriter(SummaryWriter):
 
     def __init__(self, port: int, run: str = "", rank: int = 0, *, addr: str = "0.0.0.0") -> None:
         self._client = import_optional("prometheus_client", "prometheus")
+        # Not the registry of the process, in which two writers could not have the same tag.
         self._registry = self._client.CollectorRegistry()
         self._labels = {"run": run, "rank": str(rank)}
         self._gauges: dict[str, Any] = {}
@@ -301,6 +306,7 @@ class PrometheusWriter(SummaryWriter):
     def start_run(self) -> None:
         """Open the port, unless it is open. Hooks call this in their ``begin``."""
         if self._server is None:
+            # Before the port is open, so that no reader gets the time 0.
             self._time.set_to_current_time()
             self._server, _ = self._client.start_http_server(self.port, self._addr, self._registry)
             self.port = self._server.server_port

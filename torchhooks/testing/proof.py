@@ -89,6 +89,7 @@ def assert_resumes_exactly(
     root = Path(folder)
     whole = _Training(train, root / "uninterrupted", what)
     whole.start(steps)
+    # A second one, because a script that does not repeat itself would make every resume look wrong.
     again = _Training(train, root / "again", what)
     again.start(steps)
     found = _compared(whole, again)
@@ -131,6 +132,7 @@ def assert_same_run(folder: _Path, golden: _Path, rtol: float | None = None) -> 
         AssertionError: a run differs, is missing or additional, or there is no ``golden`` yet.
     """
     if os.environ.get(UPDATE):
+        # copytree() refuses a folder that exists, and runs of an older ledger must not stay.
         shutil.rmtree(golden, ignore_errors=True)
         shutil.copytree(Path(folder, FOLDER), Path(golden, FOLDER))
         return
@@ -149,6 +151,8 @@ class _Proof(Extension):
         self._ledger, self._interrupt = ledger, interrupt
 
     def plan(self, plan: LoopPlan) -> LoopPlan:
+        # The interrupt comes last, so that every other hook has had its after_run in the run after which the process is
+        # killed, as by a kill between two runs.
         return replace(plan, first=(self._ledger, *plan.first), last=(*plan.last, self._interrupt))
 
 
@@ -177,6 +181,7 @@ class _Training:
         try:
             with suppress(_InterruptedError):
                 self._train(self._folder)
+        # Also after an error, because it would join the loops of all later tests of the process.
         finally:
             unregister_extension(make)
 

@@ -74,6 +74,8 @@ class FakeClock:
 
     def __enter__(self) -> FakeClock:
         self._replaced.append(time.monotonic)
+        # In the module itself, so that all code sees it that calls time.monotonic(). Code that has imported the
+        # function, as threading does, keeps the real clock.
         time.monotonic = self
         return self
 
@@ -164,6 +166,7 @@ class RecordingHook(SessionRunHook):
 
     def _note(self, method: str, *details: object) -> None:
         name = (self.name,) if self.name else ()
+        # Before the error is raised, so that the list has the call that raised it too.
         self.calls.append((*name, method, *details))
         self._count[method] += 1
         ordinal = self._count["before_run" if method == "after_run" else method]
@@ -319,6 +322,8 @@ def trace(
 
     def step() -> object:
         clock.advance(secs)
+        # Both at once: a loss that is raised uses up its activations too, so that the next run, after a recovery, has
+        # its own.
         loss, of_run = pending.popleft(), of_submodules.popleft()
         if isinstance(loss, BaseException) or (isinstance(loss, type) and issubclass(loss, BaseException)):
             raise loss
@@ -341,6 +346,7 @@ def trace(
                     steps.append(loop.global_step)
         except catch as caught:
             error = caught
+    # There is no loop if its constructor, or the begin of a hook, has raised the error.
     reason, last = (None, start_step) if loop is None else (loop.stop_reason, loop.global_step)
     return Trace(steps, lines, reason, last, error)
 
@@ -384,6 +390,8 @@ def log_lines() -> Iterator[list[tuple[str, str]]]:
     logger, handler = logging.getLogger("torchhooks"), _LineHandler(lines)
     logger.addHandler(handler)
     level = logger.level
+    # Without a level, the logger has that of the root logger, WARNING, and drops the lines before the handler sees
+    # them.
     logger.setLevel(logging.INFO)
     try:
         yield lines

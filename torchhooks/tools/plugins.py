@@ -52,13 +52,16 @@ class AutopsyExtension(Extension):
         return with_examination(plan, plan.folder)
 
     def start(self, session: Session) -> None:
-        self._has_request = False  # a recovery restores a state from before the NaN
+        # A recovery restores a state from before the NaN. So a checkpoint that is saved after it does not say that the
+        # training goes on from a state after the NaN, and the request stays.
+        self._has_request = False
 
     def found(self, session: Session, finding: Finding) -> None:
         from torchhooks.tools.autopsy.request import leave
 
         if leave(session, *finding):
             self._has_request = True
+            # Once for each session: a listener cannot be taken back, and a script may catch many errors in one session.
             if self._session is not session:
                 self._session = session
                 session.on_checkpoint(partial(self._checkpoint_saved, session))
@@ -93,14 +96,19 @@ class WatchExtension(Extension):
             settings.stall_action == "abort",
         )
         if saved_to is not None:
-            with suppress(OSError):  # the first save says so
-                os.makedirs(saved_to, exist_ok=True)  # on each rank, for its stacks
+            # Each rank makes the folder, and not only the chief: the watch of each rank writes its stacks there. The
+            # first save reports an error.
+            with suppress(OSError):
+                os.makedirs(saved_to, exist_ok=True)
         watch.start()
-        if saved_to is not None and ranks.is_chief:  # not before the watch: the disk may block
+        # Only the chief writes the record, because there is one file for all ranks. The watch is started first: the
+        # first write of the record may block on the disk, and only the watch would report that.
+        if saved_to is not None and ranks.is_chief:
             self._record = record = RunRecord(
                 saved_to, ranks.size, lambda: watch.watched, lambda name: watch.request(name)
             )
             record.start()
+            # Without this, the command status would learn of a stall up to ten seconds after the report.
             watch.on_change = record.write
 
     def start(self, session: Session) -> None:
@@ -109,6 +117,8 @@ class WatchExtension(Extension):
 
     def finish(self, reason: str, failed: bool) -> None:
         if self._record is not None:
+            # A MirrorHook copies the record in its teardown, which comes after this. The copy then says why the loop
+            # has stopped.
             self._record.finish(reason, failed)
 
     def close(self, reason: str, failed: bool) -> None:
@@ -116,7 +126,8 @@ class WatchExtension(Extension):
             if self._record is not None:
                 self._record.close(reason, failed)
         finally:
-            if self._watch is not None:  # last: writing the record may hang
+            # The watch is closed last, because the write of the record may hang, and then the watch reports it.
+            if self._watch is not None:
                 self._watch.close()
 
 
@@ -136,5 +147,7 @@ def _autopsy(plan: LoopPlan) -> AutopsyExtension:
 
 @register_extension
 def _check(plan: LoopPlan) -> CheckExtension | None:
+    # Asked for each loop, and not when this module is imported: a fork of check gets the variable only after it has
+    # imported torchhooks.
     file = os.environ.get(CHECK_PLAN)
     return CheckExtension(file) if file else None

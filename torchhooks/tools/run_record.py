@@ -37,10 +37,13 @@ LOCK_STACKS = ".stall-rank-%d.txt"
 _LOCK_STACKS = re.compile(re.escape(LOCK_STACKS).replace("%d", r"(\d{1,9})"))
 LOCK_SECS = 2.0
 """A loop that goes on empties that file within so many seconds."""
+# The command status takes a process for silent after three of these periods.
 PERIOD_SECS = 10.0
 WHY_SILENT = "a call keeps Python's global lock, its disk does not answer, or the script has dropped the loop"
 """Why a process that is there may write nothing."""
-_LOOK_SECS = 2.0  # for a request
+# How often the thread looks for a request. The command stacks gives up after thirty seconds, and most of these are for
+# a slow disk.
+_LOOK_SECS = 2.0
 _RATE_SAMPLES = 7  # so that the speed is about the last minute
 REQUEST_NAME = re.compile(r"stacks-[0-9a-f]{8}")
 """The name of the folder for the answer: the contents of the file."""
@@ -86,6 +89,7 @@ class Record(NamedTuple):
     time: float
     step: int | None
     run_time: float
+    # A new field needs a default: the record may be one of an earlier version, which has no such field.
     steps_per_sec: float | None = None
     last_step: int | None = None
     stalled: str | None = None
@@ -114,6 +118,8 @@ def read_record(folder: str) -> Record | None:
 def decoded_record(data: bytes) -> Record | None:
     """Return the record in a file with the contents ``data``; ``None`` if it is not what a loop has written."""
     try:
+        # The file may be damaged, or come from another version of torchhooks. Fields that this version does not know
+        # are passed over.
         found = json.loads(data)
         record = Record(**{name: found[name] for name in Record._fields if name in found})
     except (ValueError, TypeError, RecursionError):
@@ -130,6 +136,7 @@ def lock_stacks(folder: str, world_size: int) -> tuple[int, str] | None:
     """
     for name in sorted(os.listdir(folder)):
         named, path = _LOCK_STACKS.fullmatch(name), os.path.join(folder, name)
+        # An earlier job with more ranks may have left the files of ranks that this one does not have.
         if named is not None and int(named[1]) < world_size:
             with suppress(OSError):  # the loop has just ended
                 found = os.stat(path)
@@ -140,6 +147,7 @@ def lock_stacks(folder: str, world_size: int) -> tuple[int, str] | None:
 
 def _is_of(value: object, kind: Any) -> bool:
     """Return whether ``value`` is of ``kind``, and a number that a loop can have written."""
+    # In Python, a bool is an int: true would pass for a number.
     if isinstance(value, bool):
         return kind is bool
     return isinstance(value, kind) and (not isinstance(value, (int, float)) or -_MOST <= value <= _MOST)
@@ -181,18 +189,23 @@ class RunRecord:
         )
         self._closed = threading.Event()
         self._has_failed = False
-        self._lock = threading.Lock()  # or the thread could replace the last record by one of a moment before
+        # Three threads write: the training thread, the thread of start(), and the one in which the watch reports a
+        # stall. Without the lock, one of them could replace the last record by one of a moment before.
+        self._lock = threading.Lock()
 
     def start(self) -> None:
         """Write the record now and every ten seconds, in a thread that does not keep a loop that is dropped."""
         self.write()
+        # The event is passed by itself, so that the thread can wait for it without a reference to this object.
         writing = partial(_write_again, weakref.ref(self), self._closed)
+        # A daemon, because Python waits for other threads at its end, and a script may never close its loop.
         threading.Thread(target=writing, name="torchhooks run record", daemon=True).start()
 
     def begin_session(self, session: Callable[[], Session]) -> None:
         """Say from now on how far the loop is. ``session`` returns its session, another one after a recovery."""
         with self._lock:
             self._session = session
+            # A recovery calls this again, and the loop still began where it began.
             if self._record.began_at is None:
                 self._record = self._record._replace(began_at=session().global_step)
             self._write()
@@ -205,6 +218,7 @@ class RunRecord:
 
     def close(self, stopped: str, failed: bool) -> None:
         """Say that the loop has ended, and end the thread."""
+        # Before the lock, which the thread may hold in a write to a slow disk: it then ends after that write.
         self._closed.set()
         with self._lock:
             self._record = self._record._replace(stopped=stopped, failed=failed, ended=True)
@@ -215,23 +229,31 @@ class RunRecord:
         with suppress(OSError, ValueError):  # usually, there is no such file
             with open(self._request_path, encoding="utf-8") as file:
                 name = file.read()
+            # Removed before it is answered, so that the next look does not answer it again. A request that is refused
+            # is removed, too.
             os.remove(self._request_path)
+            # Any process that can write to the folder may have made the file: no other folder is written to for it.
             if REQUEST_NAME.fullmatch(name):
                 self._on_request(name)
 
     def write(self) -> None:
         """Write the record, unless the loop has ended."""
         with self._lock:
+            # The thread and the report of a stall may come here after close(): the last record must stay the last.
             if not self._record.ended:
                 self._write()
 
     def _write(self) -> None:
         record, now = self._record, time.time()
-        if os.getpid() != record.pid:  # a process that was forked from it, and has left the loop
+        # A process that was forked inside the loop has a copy of this object, and may leave the loop. The file still
+        # belongs to its parent, which trains on.
+        if os.getpid() != record.pid:
             return
+        # Only until the first session: a process that gets there trains in the folder, too, and takes the file over.
         if self._session is None and self._is_of_another():
             return
         run_time, stalled, report = self._watched()
+        # The watch looks once a second. It may not have seen yet that the loop went on from its last stall.
         if record.ended:
             stalled = report = None
         record = record._replace(time=now, run_time=run_time, stalled=stalled, report=report)
@@ -241,6 +263,7 @@ class RunRecord:
             self._samples.append((now, step))
             first_time, first_step = self._samples[0]
             passed = now - first_time
+            # A recovery sets the step back. Until the samples from before it are gone, the last known speed stays.
             rate = (step - first_step) / passed if passed > 0 and step >= first_step else record.steps_per_sec
             # The hooks tell it, which are not asked any more once they are torn down.
             last_step = session.expected_last_step if record.stopped is None else record.last_step
@@ -258,6 +281,7 @@ class RunRecord:
             with replacing(self._path) as temporary, open(temporary, "w", encoding="utf-8") as file:
                 file.write(text + "\n")
         except OSError as error:  # a full disk, or a folder that was removed, must not end the training run
+            # Once, as the thread tries again every ten seconds.
             if not self._has_failed:
                 self._has_failed = True
                 what = "%s cannot be written (%s): python -m torchhooks status will not know how far this loop is"
@@ -265,6 +289,7 @@ class RunRecord:
 
 
 def _write_again(record: weakref.ref[RunRecord], closed: threading.Event) -> None:
+    # Tests make the period shorter than the time between two looks.
     pauses, pause = 0, min(PERIOD_SECS, _LOOK_SECS)
     while not closed.wait(pause):
         if (found := record()) is None:
@@ -274,4 +299,5 @@ def _write_again(record: weakref.ref[RunRecord], closed: threading.Event) -> Non
         if pauses * pause >= PERIOD_SECS:
             pauses = 0
             found.write()
+        # Or this variable would keep a dropped loop alive while the thread waits.
         del found

@@ -30,6 +30,7 @@ def nan(path: str, as_json: bool) -> int:
     check_exists(path)
     request, caught = requests.read_request(path), requests.caught_requests(path)
     reports = glob.glob(os.path.join(glob.escape(path), "nan-*", "report*.md"))
+    # The newest by its time, and not by its step: a later process may have looked at an earlier step.
     report = max(reports, key=os.path.getmtime, default=None)
     if request is None and report is None and not caught:
         raise CheckpointError(

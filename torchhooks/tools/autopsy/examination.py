@@ -63,6 +63,7 @@ def with_examination(plan: LoopPlan, folder: str) -> LoopPlan:
     try:
         request = requests.read_request(folder)
     except ValueError as error:
+        # The file stays where it is. The message asks a person to remove it, and the next request replaces it.
         logger.warning("no autopsy: %s", error)
         return plan
     if request is None:
@@ -70,6 +71,8 @@ def with_examination(plan: LoopPlan, folder: str) -> LoopPlan:
     try:
         return _with_examination(plan, folder, request)
     except Exception as error:
+        # A property of the script's hook may raise here, in the constructor of the loop, which must not fail because of
+        # that. The request is put aside, so that no later process meets the same error.
         logger.warning("no autopsy: %s, which is put aside, cannot be followed", requests.NAME, exc_info=error)
         requests.give_up(folder, request, brief(error))
         return plan
@@ -105,6 +108,8 @@ def _with_examination(plan: LoopPlan, folder: str, request: requests.Request) ->
         )
         return plan
     hook = ExaminationHook(request, finder, folder, plan.counts_runs)
+    # Around the hooks that other extensions add, too. The first one reports before the hook that found the NaN ends
+    # the loop, and the last one sees what all other hooks have changed.
     first, last = (hook, *plan.first), (*plan.last, hook.last)
     return replace(plan, checkpoint=checkpoint, first=first, last=last)
 
@@ -182,6 +187,7 @@ class ExaminationHook(SessionRunHook):
         failed = self._examination
         if failed is not None:  # of a session from which the loop recovers
             failed.close()
+        # A recovery makes another session in the same process. That is not another attempt, so it is not counted again.
         self._examination = examination = Examination(
             session,
             self._request,
@@ -296,6 +302,8 @@ class Examination:
         if not self._is_watching:
             return None
         is_last = step >= self._request.step
+        # Before anything that may end the process, as the memory for watching may: so nan.json has this attempt, also
+        # after a kill -9.
         self._attempt(self._count)
         self._save_state()
         self._attempt(self._watch, run_context, is_last)
@@ -321,11 +329,14 @@ class Examination:
             saved = saver.save(session, path, session.global_step)
         except Exception as error:
             self._notes.append(f"The state before step {session.global_step + 1} was not saved: {brief(error)}")
+        # Also None, after an error: the number of a run is the index of its state.
         self._states.append(saved)
 
     def _watch(self, run_context: SessionRunContext, is_last: bool) -> None:
         inputs, data, problem = RunInputs.of(run_context), None, ""
         try:
+            # Before the run, because the step may write to its arguments. The bytes stay in memory until it is known
+            # which run has the cause.
             torch.save(inputs.batch, file := io.BytesIO())
             data = file.getvalue()
         except Exception as error:
@@ -336,6 +347,8 @@ class Examination:
     def end_step(self, run_context: SessionRunContext, raw: Value) -> None:
         """Look at ``raw``, the value that :meth:`begin_run` has asked for."""
         self._raw = raw
+        # Now, and not in end_run(): the hook that found the NaN raises its error in its after_run, which comes later. A
+        # state may be broken by any hook, so end_run() looks for that.
         if self._is_watching and self._request.kind == requests.NAN:
             self._conclude(run_context)
 
@@ -357,6 +370,8 @@ class Examination:
         """Report, if this is the run in question, or if the examination has failed on any rank."""
         session, step = self._session, self._session.global_step
         with self._watcher.operations.paused():
+            # All ranks are here in the same run. Each of them calls gather(), also after an error of its examination,
+            # or the others would wait for it.
             problem = self._attempt(self._problem)
             found = session.ranks.gather((problem, self._failure(), self._needed), "an autopsy")
             self._remove_states({number for _, _, needed in found for number in needed})
@@ -365,6 +380,7 @@ class Examination:
             failed = [(rank, text) for rank, (_, text, _) in enumerate(found) if text is not None]
             if not failed and (came_back or is_past):
                 report = self._attempt(self._report_run, problem, came_back, run_context.inputs())
+                # The report may fail on one rank alone. All ranks hear of it, so that all of them give up together.
                 ended = session.ranks.gather(self._failure() or report, "the report of an autopsy")
                 failed = [(rank, text) for rank, text in enumerate(ended) if isinstance(text, str)]
                 if not failed:
@@ -396,6 +412,7 @@ class Examination:
     def _report_run(self, problem: str | None, came_back: bool, inputs: dict[str, Value]) -> Report:
         """Return the report of this rank on the run in question, which got ``inputs``."""
         session, outputs = self._session, self._session.outputs
+        # Before end(), after which the numbers that the script has read in this run count as harmless.
         origin = self._origin(outputs)
         self._watcher.end(session.global_step, self._value)
         self._note_state()
@@ -510,6 +527,7 @@ class Examination:
         """
         session = self._session
         self.is_over = True
+        # Before the hook that found the NaN looks at this step, so that it leaves no request about it.
         requests.note_examined(session, step)
         is_gathered, rank = len(reports) == session.ranks.size, session.ranks.rank
         suffix = f"-{rank}" if rank else ""
@@ -522,12 +540,16 @@ class Examination:
         try:
             os.makedirs(self._folder, exist_ok=True)
             if batch.data is not None:
+                # Without the lock: the name of this file has the number of the rank.
                 requests.write(os.path.join(self._folder, f"batch{suffix}.pt"), batch.data)
             if is_writer:
+                # Ranks whose steps raised at once are all here, and move the same state and the same nan.json.
                 with requests.alone_in(self._checkpoint_dir):
                     self._move_state(state, is_gathered)
+                    # Before nan.json is put aside: after a kill in between, the next process examines the step again.
                     write_report(path, report)
                     requests.put_aside(self._checkpoint_dir, self._request)
+                    # After put_aside(), which moves the file of this name.
                     if (earlier := earlier_request(report)) is not None:
                         requests.write_json(os.path.join(self._checkpoint_dir, requests.NAME), earlier)
             is_written = True
@@ -581,6 +603,7 @@ def _remove_kept(folder: str) -> None:
 
 def _remove(path: str) -> None:
     with contextlib.suppress(OSError):
+        # Another rank may remove the same folder at this moment.
         shutil.rmtree(path)
 
 
@@ -589,6 +612,7 @@ def _about_batch(batch: _Batch, rank: int) -> BatchFile:
     if batch.data is None:
         return BatchFile(missing=batch.problem)
     try:
+        # The report says how to load the file. weights_only refuses classes of the script, which a batch may have.
         torch.load(io.BytesIO(batch.data), weights_only=True, map_location="cpu")
         is_plain = True
     except Exception:

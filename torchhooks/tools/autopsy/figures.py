@@ -26,6 +26,7 @@ def part_of(tensor: torch.Tensor) -> torch.Tensor:
     """
     if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided and not tensor.is_nested:
         return tensor
+    # to_local() and values() would add nodes to the autograd graph of the step.
     with torch.no_grad():
         if is_sharded(tensor):
             return tensor.to_local()  # type: ignore[attr-defined, no-any-return]
@@ -125,7 +126,9 @@ def figures_of(value: object) -> list[Figures]:
 def _numbers(tensor: torch.Tensor) -> list[float]:
     """Return the least and the greatest finite element, the sum of their absolute values, and their number."""
     if tensor.is_complex():
+        # Complex numbers have no order, so their absolute values count. view_as_real() refuses a lazy conjugate.
         tensor = torch.view_as_real(tensor.resolve_conj()).norm(dim=-1)
+    # The usual case takes two kernels and no copy: if the sum is finite, so is each element.
     if tensor.dtype in (torch.float32, torch.float64) and tensor.numel() <= _CHUNK:
         total = torch.linalg.vector_norm(tensor, 1).item()
         if math.isfinite(total):
@@ -137,6 +140,7 @@ def _numbers(tensor: torch.Tensor) -> list[float]:
 
 def _row(values: torch.Tensor) -> torch.Tensor:
     finite = torch.isfinite(values)
+    # The sum of a few large float16 is more than a float16 can hold. MPS has no float64.
     values = values.double() if values.device.type != "mps" else values.float()
     low, high = values.masked_fill(~finite, math.inf), values.masked_fill(~finite, -math.inf)
     kept = values.masked_fill(~finite, 0)
@@ -161,5 +165,6 @@ def _as_tensor(array: np.ndarray) -> torch.Tensor | None:
     """Return ``array`` as a tensor, with the same memory if possible; ``None`` if no element of it can be NaN."""
     if array.dtype.name not in ("float16", "float32", "float64", "complex64", "complex128"):
         return None
+    # from_numpy() refuses negative strides and a foreign order of bytes, and warns of an array that is only read.
     is_shared = array.flags.writeable and array.dtype.isnative and min(array.strides, default=0) >= 0
     return torch.from_numpy(array if is_shared else array.astype(array.dtype.newbyteorder("="), "C"))

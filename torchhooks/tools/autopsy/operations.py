@@ -134,6 +134,7 @@ class Operations(TorchDispatchMode):
         is_made: returns whether the step is made, so that what runs is a fetch or another part of a hook.
     """
 
+    # Without this, torch raises NotImplementedError at an operator of higher order, such as flex_attention.
     supports_higher_order_operators = True
 
     @classmethod
@@ -182,6 +183,7 @@ class Operations(TorchDispatchMode):
         """
         self._run, self._step = run, step
         self._names, self._places, self._data, self._read = {}, {}, [], []
+        # By thread, because torch counts in each: autograd runs the backward pass of a GPU in another one.
         self._counts = {threading.get_ident(): _node_count()}
         self._origins.prune()
         self._unwritten.prune()
@@ -212,6 +214,7 @@ class Operations(TorchDispatchMode):
                 if each is not None and each.run == self._run:
                     each.step = step
         self._changed_view = None
+        # A number that the script also reads in runs that are well does not explain the run that is not.
         self._harmless |= {(each.operation, each.source) for each in self._read}
 
     def read(self) -> Origin | None:
@@ -294,11 +297,14 @@ class Operations(TorchDispatchMode):
             for each in [] if kind.is_view else map(part_of, tensors_in(args)):  # another rank may write to it
                 self._unwritten.forget(each)
             return  # waiting for the device would break the capture of a CUDA graph
+        # What item() calls. The number leaves torch here, so no later operator shows what the step makes of it.
         if kind.name == "_local_scalar_dense":
             if has_numbers(number := part_of(args[0])) and not is_finite(number):
                 self._read.append(self._origin_among([number], [], False) or self._was_there(None, number))
             return
         if kind.written:
+            # Not what it returns: the operators behind torch._foreach_add_() and the like, which optimizers call,
+            # return nothing.
             written = [args[place] if place < len(args) else kwargs.get(name) for place, name in kind.written]
             results = [part_of(each) for each in tensors_in(written[0] if len(written) == 1 else written)]
             view = written[0]
@@ -313,6 +319,7 @@ class Operations(TorchDispatchMode):
             for each in bad:
                 self._unwritten[each] = str(func), self._place(_node())
             return
+        # Nearly all operators end here: there was nothing to follow so far.
         if not bad and not (self._origins or self._unwritten):
             return
         given: list[torch.Tensor] = []
@@ -505,6 +512,7 @@ def _number(node: Node) -> int:
 @functools.cache
 def _is_theirs(file: str) -> bool:
     """Return whether the code in ``file`` is of the script, or of a library other than torch and torchhooks."""
+    # Code that was typed, or made by exec(), is in <stdin> or <string>, and has no line to show.
     return file[:1] != "<" and not os.path.abspath(file).startswith(_OURS)
 
 
@@ -522,6 +530,7 @@ def _line(is_in_node: bool) -> Line | None:
         code = frame.f_code
         if _is_theirs(code.co_filename):
             return code.co_filename, frame.f_lineno
+        # Further out is only the line that called backward(), which is the same for all nodes.
         if is_in_node and code is _ENGINE:
             return None
         frame = frame.f_back
@@ -532,6 +541,7 @@ def _is_in_optimizer() -> bool:
     """Return whether the code that is running is that of an optimizer, torch's own or another one."""
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - the only way
     while frame is not None:
+        # By the class, and not by the file: the optimizer may be one of the script.
         if isinstance(frame.f_locals.get("self"), torch.optim.Optimizer):
             return True
         if _is_theirs(frame.f_code.co_filename):  # a closure that an optimizer calls is no part of it

@@ -132,6 +132,7 @@ def report_of_cause(reports: list[Report]) -> Report:
 
 def write_report(path: str, report: Report) -> None:
     """Write ``report`` to the file at ``path``, for people, and to another one next to it, for programs."""
+    # First: report.md is what the command ``nan`` looks for, so both files are there once it finds one.
     write_json(os.path.splitext(path)[0] + ".json", report)
     write(path, as_markdown(report).encode())
 
@@ -139,9 +140,11 @@ def write_report(path: str, report: Report) -> None:
 def earlier_request(report: Report) -> Request | None:
     """Return what to ask of the next process if the state was broken before the runs that were watched."""
     broken = report.not_finite_first
+    # From watched_from on, the operators were watched in this process, so another one would find no more.
     if broken is None or not report.restored_step < broken.step < (report.watched_from or 0):
         return None
     message = f"{broken.names[0]} is not finite after step {broken.step}"
+    # Without digests: those of the request are of the run with the NaN, and not of the one that broke the state.
     return replace(report.request, step=broken.step, kind=BROKEN_STATE, message=message, rank=report.rank, digests={})
 
 

@@ -130,6 +130,7 @@ def key_of(hook: object, hooks: Iterable[object]) -> str:
 
 # -- a hook has found a NaN -------------------------------------------------------------------------------------------
 
+# Not an attribute of the session, because the packages below torchhooks.tools know nothing of the tools.
 _examined: weakref.WeakKeyDictionary[Session, int] = weakref.WeakKeyDictionary()
 """By session, the step that was examined in it: the NaN that is found again there asks for nothing."""
 
@@ -169,6 +170,8 @@ def leave(session: Session, step: int, message: str, hook: object, inputs: Mappi
             time=time.time(),
         )
         os.makedirs(folder, exist_ok=True)
+        # Read and written under one lock: two ranks that find their NaNs at once would both read that there is no
+        # request, and the later one could replace the earlier one.
         with alone_in(folder):
             earlier = None
             with contextlib.suppress(ValueError):  # of a damaged one, which is replaced
@@ -188,6 +191,8 @@ def leave(session: Session, step: int, message: str, hook: object, inputs: Mappi
 
 def alone_in(folder: str) -> AbstractContextManager[None]:
     """Wait for the other ranks that share ``folder`` and write there: they find their NaNs at once."""
+    # Without the lock, they would also write to one temporary file, nan.json.tmp. The system releases the lock of a
+    # process that is killed.
     return alone_at(os.path.join(folder, ".nan.lock"))
 
 
@@ -205,6 +210,7 @@ def environment(session: Session) -> Environment:
     device = session.device
     gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return Environment(
+        # A script may change sys.argv, which has no options of Python, such as -m, either.
         command=[*sys.orig_argv],
         host=platform.node(),
         device=str(device),
@@ -290,6 +296,7 @@ def caught_requests(folder: str) -> list[tuple[str, Request]]:
 def give_up(folder: str, request: Request, why: str) -> None:
     """Put ``nan.json`` aside, because no examination is possible, so that no process tries it again."""
     try:
+        # First, because it makes the folder that the other file goes into.
         put_aside(folder, request)
         write(os.path.join(folder_of(folder, request.step), _FAILED), why.encode())
     except OSError as error:
@@ -306,6 +313,7 @@ def write_json(path: str, record: DataclassInstance) -> None:
 
 def write(path: str, data: bytes) -> None:
     """Write ``data`` to the file at ``path``, all of it or nothing."""
+    # There is no fsync: this survives a kill -9, and after a power failure the NaN can be found once more.
     with replacing(path) as temporary, open(temporary, "wb") as file:
         file.write(data)
 

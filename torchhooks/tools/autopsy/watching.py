@@ -155,6 +155,7 @@ class RunWatcher:
         state = {name: Figures.of(tensor) for name, tensor in named}
         optimizer = OptimizerSteps(session, self.operations.paused, self._attempt)
         self._begun = _BegunRun(step, state, session.epoch, session.batch, [], optimizer)
+        # Also in a run of compiled code, whose operators and modules are not watched.
         self._stack.enter_context(optimizer.watched())
         if is_compiled and not is_last:
             return  # compiled code is not seen, and would be another code if it were
@@ -165,15 +166,19 @@ class RunWatcher:
         self._modules.open(self._begun.modules)
         self._stack.callback(self._modules.close)
         self.operations.begin(len(self.runs), step, named, inputs.tensors())
+        # Entered last, and so left first: no operator of torchhooks before or after the run is looked at.
         self._stack.enter_context(self.operations)
 
     def end(self, step: int, value: object = None) -> None:
         """Watch nothing, now that the run is over, which has made the global step ``step``, with ``value``."""
+        # First, or the norms below would be taken for operators of the run.
         self.close()
         begun, self._begun = self._begun, None
         assert begun is not None, "end() without begin()"
         self.operations.end(step)
         optimizer = begun.optimizer
+        # Those that optimizer.step() was called with, because the script may set the gradients to zero after it. A run
+        # that only accumulates gradients calls no optimizer.step().
         gradients = optimizer.gradients or _gradient_norms(self._session)
         self.runs.append(
             WatchedRun(
@@ -272,6 +277,7 @@ class Modules:
         def on_call(args: tuple[Value, ...], kwargs: Mapping[str, Value]) -> None:
             self._counts[path] = self._counts.get(path, 0) + 1
             with self._paused():
+                # Also beyond _MOST_CALLS, because path() has to name the module that is running.
                 self._running.append((path, figures_of((args, kwargs)) if self._counts[path] <= _MOST_CALLS else []))
 
         def on_return(_args: tuple[Value, ...], output: Value) -> None:
@@ -340,6 +346,7 @@ def _gradient_norms(session: Session) -> dict[str, float]:
 
 def _uses_compiler(model: torch.nn.Module | None) -> bool:
     """Return whether code of this process was compiled by ``torch.compile``, or code of ``model`` is to be."""
+    # Not imported here: that takes more than a second, and code was compiled only if the module is there.
     utils = sys.modules.get("torch._dynamo.utils")
     if utils is not None and utils.counters["frames"].get("ok"):
         return True

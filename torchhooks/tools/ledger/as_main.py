@@ -24,6 +24,7 @@ from functools import wraps
 from types import ModuleType
 from typing import Any
 
+# Not SIGUSR1 or SIGUSR2, for which a script may have a handler, as OnSignal("SIGUSR1") sets one.
 STACKS_SIGNAL: int | None = signal.SIGRTMAX - 1 if hasattr(signal, "SIGRTMAX") else None
 """Has the process write where its threads stand; ``None`` where the system has no signals to spare."""
 
@@ -40,6 +41,8 @@ def prepare(plan: dict[str, Any]) -> None:
     if STACKS_SIGNAL is not None:
         # Opened now: the handler is called whatever the process is doing.
         faulthandler.register(STACKS_SIGNAL, _log(f"{plan['stacks']}-{os.getpid()}"))
+    # All files of check are opened before the redirection begins and the audit hook is added. The hook writes by
+    # os.write(), of which Python tells no audit hook: an open() in it would call it again.
     here = os.path.join(os.getcwd(), "")
     written, connected = _log(plan["written"]), _log(plan["connected"])
 
@@ -91,10 +94,13 @@ def run(script: list[str]) -> int:
             runpy._run_module_as_main(script[1])  # type: ignore[attr-defined]  # noqa: SLF001 - what python -m calls
         else:
             path = os.path.join(os.getcwd(), script[0])
+            # Python puts the folder of the script there, and follows the link if the script is one.
             sys.path[0] = os.path.dirname(os.path.realpath(path))
             sys.argv[:] = script
             module.__file__ = path  # Python itself makes it absolute, whatever it was given
             with io.open_code(path) as file:
+                # Otherwise, the script would be compiled with the future import of this module. And runpy.run_path()
+                # would take the main module away at its end, when threads and functions of atexit may still need it.
                 code = compile(file.read(), path, "exec", dont_inherit=True)
             exec(code, module.__dict__)
     except SystemExit as error:
@@ -122,6 +128,7 @@ class Redirection:
     def __init__(self, scratch: str, folders: list[str]) -> None:
         self._inside = os.path.join(scratch, "")
         self._folders = {*folders}
+        # Taken before begin() replaces them: the redirection itself has to look at a path as it is.
         self._exists, self._mkdir = _unless_missing(os.lstat), os.mkdir
 
     def begin(self) -> None:
@@ -133,6 +140,8 @@ class Redirection:
             self._replace(name, moved(getattr(os, name), path=written))
         for name in ("rename", "replace", "link"):
             self._replace(name, moved(getattr(os, name), src=written, dst=written))
+        # What a link leads to stays as the script writes it. moved() takes the parameters in order, so src needs a
+        # function, too.
         self._replace("symlink", moved(os.symlink, src=lambda path: path, dst=written))
         self._replace("listdir", self.listing(os.listdir))
         self._replace("scandir", self.listing(os.scandir))
@@ -148,10 +157,12 @@ class Redirection:
             return (reading_file if {*"wax"}.isdisjoint(mode) else writing_file)(file, mode, *args, **keywords)
 
         self._replace("open", open_number)
+        # pathlib calls io.open, and scripts call the builtin. Neither calls os.open.
         builtins.open = io.open = open_file
 
     def _replace(self, name: str, function: Any) -> None:
         original = getattr(os, name)
+        # Libraries ask whether a function is in these sets, as shutil does for os.stat in os.supports_follow_symlinks.
         for supporting in (os.supports_fd, os.supports_dir_fd, os.supports_follow_symlinks, os.supports_effective_ids):
             if original in supporting:
                 supporting.add(function)
@@ -159,6 +170,7 @@ class Redirection:
 
     def placed(self, path: object) -> str | None:
         """Return where ``path`` is placed; ``None`` if it is not."""
+        # Looked up and not imported: until the script imports torchhooks, nothing is placed by it in this process.
         files = sys.modules.get("torchhooks.common.files")
         folders = self._folders if files is None else self._folders | files.placed
         if not folders or not isinstance(path, (str, os.PathLike)):
@@ -188,6 +200,8 @@ class Redirection:
         while not self._exists(folder):
             missing.append(folder)
             folder = os.path.dirname(folder)
+        # The script sees that the folder is there without check. So a write must not fail because the scratch folder
+        # does not have it yet.
         if missing and self._exists(os.path.dirname(os.path.abspath(path))):
             for each in reversed(missing):
                 self._mkdir(each)
@@ -259,7 +273,10 @@ def _unless_missing(stat: Callable[[str], object]) -> Callable[[str], bool]:
 
 
 if __name__ == "__main__":
-    sys.modules["torchhooks.tools.ledger.as_main"] = sys.modules["__main__"]  # which the script takes the place of
+    # The script takes the place of this file as the main module. torchhooks, which imports it by its name, must find
+    # this module with what prepare() has set, and not make a second one.
+    sys.modules["torchhooks.tools.ledger.as_main"] = sys.modules["__main__"]
+    # The value of CHECK_PLAN, which cannot be imported here.
     with open(os.environ["TORCHHOOKS_CHECK"], encoding="utf-8") as plan_file:
         prepare(json.load(plan_file))
     sys.exit(run(sys.argv[1:]))

@@ -88,6 +88,7 @@ def check(script: Sequence[str], options: Options, as_json: bool = False, keep: 
 @contextmanager
 def _interrupted_by_signals() -> Iterator[None]:
     """Have signals that end this process do it as Ctrl-C does, so that nothing of it is left."""
+    # A signal that is ignored, as nohup does with SIGHUP, stays ignored.
     numbers = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is signal.SIG_DFL]
     for number in numbers:
         signal.signal(number, signal.default_int_handler)
@@ -184,6 +185,7 @@ def prove(
             again = _interrupted("repeated", whole, options, left_out)
             verdict = verdict._replace(was_reproduced=again.place == verdict.place)
         return verdict
+    # Asked only now: a script that begins with the first run each time seems exact, and no checkpoint was restored.
     if not any(verdict.resumed_at):
         raise CheckError(
             "no process continued from a checkpoint, so nothing is proved: save more often than every "
@@ -242,11 +244,13 @@ def _uninterrupted(
     _check_first(one, script)
     begin = partial(begin, folders=first.seen.folders)
     epochs = _epochs(one)
+    # No epoch has ended within the steps, so what the script does between two epochs would not be compared.
     if options.epoch_items and first.seen.depth > 1 and len({*epochs.values()}) == 1:
         begin = partial(begin, depth=first.seen.depth, epoch_items=options.epoch_items)
         one = begin("short")
         first = one.start(steps, line=f"{steps} runs in epochs of {options.epoch_items} items")
         epochs = _epochs(one)
+    # By the runs that were made: the script may have ended before the steps.
     kills = _kills(first.seen.runs, epochs, options.kills)
     progress.expect(first, len(kills))
     # In a process of its own, where a set has another order, unless the person wants it otherwise.
@@ -355,6 +359,7 @@ def _kills(made: int, epochs: Mapping[tuple[int, int], int | None], more: int) -
     ends = [run for run in ends if run not in places]
     places |= dict.fromkeys(sorted(ends, key=lambda run: abs(run - made * 8 // 11))[:1], signal.SIGTERM)
     free = [run for run in range(1, made) if run not in places]
+    # The seed is the number of runs, so that the same script is killed in the same places again.
     places |= dict.fromkeys(random.Random(made).sample(free, min(more, len(free))), signal.SIGKILL)
     return [Kill(run, by) for run, by in sorted(places.items())]
 
@@ -370,6 +375,8 @@ def _interrupted(name: str, whole: _Whole, options: Options, left_out: LeftOut) 
     def read_before(uninterrupted: Training) -> Training:
         """Return a training run that was read before the runs before which ``stopped`` was read."""
         wanted = stopped.walked().judged
+        # A process reads what the script holds for a few seconds only. The uninterrupted one may have stopped reading
+        # before a run at which a resumed one began.
         if wanted <= {each.run for each in uninterrupted.walked().moments} | {*range(made + 1, steps + 1)}:
             return uninterrupted
         again = whole.begin(f"{uninterrupted.name}-again-{name}")
@@ -397,7 +404,8 @@ def _interrupt(training: Training, kills: list[Kill], steps: int, made: int) -> 
         how = "killed" if kill.by is signal.SIGKILL else f"stopped by {kill.by.name}"
         ended = training.start(steps, [made], kill.run, kill.by, line=f"{begin}{how} after run {kill.run}")
         _check_resumed(ended, stopped=kill.by is signal.SIGTERM)
-    # It may have ended by itself.
+    # It may have ended by itself. If it has not, a process that is started after its last run would rightly make
+    # further ones.
     for line in ["resumed, to the end", *(["started once more after its end"] if made < steps else [])]:
         _check_resumed(training.start(steps, [made], line=line))
 
@@ -414,6 +422,7 @@ def _check_resumed(ended: Ended, stopped: bool = False) -> None:
         )
     # What has started ranks fails in its own way if these are stopped.
     is_fault = ended.code > 0 and not (stopped and ended.seen.is_started_by_script)
+    # After an exception, Python ends with 1. By another status, a script may tell a scheduler that it was stopped.
     if (ended.code == 1 and is_fault) or (is_fault and not stopped):
         raise _FailedError(ended.errors)
 
@@ -439,6 +448,8 @@ def _verdict(
     lost: list[str] = []
     added: list[str] = []
     if not options.ignores_output:
+        # A set, because a run that is made again prints its lines again. What only one of the uninterrupted training
+        # runs has printed is no line that a resume could have lost.
         printed = {masked(line) for line in stopped.printed}
         common = Counter(map(masked, one.printed)) & Counter(map(masked, other.printed))
         lost = [line for line in dict.fromkeys(one.printed) if masked(line) in common.keys() - printed]
@@ -451,6 +462,7 @@ def _verdict(
         run = entry.run + sum(len(runs) for loop, runs in expected[0].runs.items() if loop < entry.loop)
     walks = Walks(one.walked(), other.walked(), stopped.walked())
     over, missing = starting_over(walks, options.ignored)
+    # The last process was started after the end only if the script has ended within the steps.
     runs_after_end = stopped.processes[-1].seen.runs if made < stopped.processes[-1].steps else 0
     is_other = bool(lost or runs_after_end) or not (found.is_same or data_only)
     notes = [*_notes_of(left_out)]

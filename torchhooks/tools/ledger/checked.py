@@ -29,9 +29,9 @@ from torchhooks.tools.ledger import as_main
 from torchhooks.tools.ledger.hook import WHAT, LedgerHook
 from torchhooks.tools.ledger.walk import Held, Walker, append
 
-_FIRST_RUNS = (
-    2  # of a process, before which it is read: what is still another value before the second was not made again
-)
+# Before so many runs of a process, it is read in any case. What still has another value before the second run was not
+# made again by the script.
+_FIRST_RUNS = 2
 _WALK_SECS = 3.0
 _POLL_SECS = 0.005
 
@@ -89,6 +89,7 @@ class ProcessPlan:
     @property
     def starts_this_process(self) -> bool:
         """Whether this process is one that ``check`` has started, and none that the script has."""
+        # The keeper forks each process of the script, and a fork that becomes a new Python keeps its parent.
         return self.keeper in (0, os.getppid())
 
 
@@ -141,8 +142,11 @@ def watched(loop: LoopPlan, file: str) -> LoopPlan:
     )
     own = [*first, *hooks, *last]
     for hook in own:
+        # A hook that saves at the end of an epoch keeps its timer: long epochs are shortened by most_items.
         if hook.saves_checkpoints and isinstance(hook, PeriodicHook) and not isinstance(hook.timer, EveryEpochs):
             _save_often(hook, max(plan.steps // 10, 1))
+    # The ledger is first, so that it reads the inputs and the random states before another hook can change them. Cut is
+    # last: when it ends the process, all other hooks have had the run, a saver among them.
     return replace(
         loop,
         hooks=hooks,
@@ -161,6 +165,7 @@ def tell_of_saves() -> None:
     """Have ``torch.save`` tell where the script itself saves: C++ opens the file, and Python is not asked."""
     save = torch.save
     opened = as_main.opened_by_c
+    # Each loop comes here, and torch.save must not be wrapped twice.
     if opened is None or hasattr(save, "is_of_check"):
         return
 
@@ -184,6 +189,7 @@ class Cut(SessionRunHook):
     With several ranks, each makes its runs and ends, and the first one writes what was seen.
     """
 
+    # Of the process and not of one loop: a script may make several loops, and their runs are counted in one row.
     _seen: ClassVar[Seen] = Seen()
     _runs_of_earlier_loops: ClassVar[int] = 0
     _walker: ClassVar[Walker] = Walker()
@@ -217,6 +223,7 @@ class Cut(SessionRunHook):
         session, plan = run_context.session, self._plan
         if self._is_over:
             self._end(session)
+        # A run that is repeated on the way to the loop of the checkpoint is undone there, so it has no number.
         if session.training_state.is_repeating:
             return
         run = self._runs_of_earlier_loops + session.total_runs + 1
@@ -262,11 +269,14 @@ class Cut(SessionRunHook):
     def _end(self, session: Session) -> None:
         session.drain()  # what is on its way from a device to the ledger, and to what is printed
         self._write()
+        # What is in a buffer is lost by os._exit() and by SIGKILL. What the script prints is compared.
         sys.stdout.flush()
         session.ranks.gather(None, "the last run under check")  # a rank that still needs this one would miss it
         plan = self._plan
         is_killed = self._runs_of_earlier_loops + self._total == plan.kill_after
         if is_killed and plan.kill_by != signal.SIGKILL:
+            # After a stop by a signal, the script goes on: its loop saves and is closed. The next before_run() must not
+            # end the process.
             self._is_over = False
             os.kill(os.getpid(), plan.kill_by)
         elif not plan.starts_this_process:

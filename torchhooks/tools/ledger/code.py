@@ -14,6 +14,7 @@ import itertools
 import types
 from collections.abc import Iterator, Sequence
 
+# The names are those of all versions of Python from 3.11 on: one that a version does not have does no harm.
 _ENDS = ("RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE", "INTERPRETER_EXIT")
 _ALWAYS = ("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "JUMP_ABSOLUTE")
 _KINDS = ("FAST", "NAME", "GLOBAL")
@@ -42,6 +43,8 @@ def names_set_by_for(code: types.CodeType) -> frozenset[str]:
             if after.opname == "UNPACK_SEQUENCE":
                 left += (after.arg or 0) - 1
             elif after.opname == "UNPACK_EX":
+                # The low byte has the number of names before the star, the rest that of those after it. The name with
+                # the star is the one that was expected so far.
                 left += ((after.arg or 0) & 0xFF) + ((after.arg or 0) >> 8)
             elif after.opname == "STORE_DEREF":
                 stored = [after.argval]
@@ -62,7 +65,8 @@ def names_dead_at(code: types.CodeType, place: int) -> frozenset[str]:
     """
     steps = [each for each in dis.get_instructions(code) if each.opname != "CACHE"]
     index = {step.offset: number for number, step in enumerate(steps)}
-    at = bisect.bisect_right([step.offset for step in steps], place) - 1  # the place may be in the cache of the call
+    # The place is the f_lasti of a frame, which may be in the cache of the call.
+    at = bisect.bisect_right([step.offset for step in steps], place) - 1
     if at < 0:
         return frozenset()
     names = {name for step in steps for action, name in _accesses(step) if action == "STORE"}
@@ -71,10 +75,11 @@ def names_dead_at(code: types.CodeType, place: int) -> frozenset[str]:
     names -= {*code.co_cellvars, *_names_in(code.co_consts)}
     bits = {name: 1 << number for number, name in enumerate(sorted(names))}
     followed = [[*_after(steps, number, index)] for number in range(len(steps))]
+    # Any instruction that a handler covers may raise, and then the handler reads variables.
     for start, end, target in _handlers(code):
-        if (
-            steps[index[target] + 1].opname != "WITH_EXCEPT_START"
-        ):  # what a with statement does at its end reads nothing
+        # A handler begins with PUSH_EXC_INFO, and the instruction after it says what it is for. What a with statement
+        # does at its end reads nothing.
+        if steps[index[target] + 1].opname != "WITH_EXCEPT_START":
             for number in range(index.get(start, 0), index.get(end, len(steps) - 1) + 1):
                 followed[number].append(index[target])
     read, written = [0] * len(steps), [0] * len(steps)
@@ -97,6 +102,7 @@ def names_dead_at(code: types.CodeType, place: int) -> frozenset[str]:
             if now != live[number]:
                 live[number], changed = now, True
     here = 0
+    # What is alive after the call, in which the run is made: the call itself has read its arguments already.
     for each in followed[at]:
         here |= live[each]
     return frozenset(name for name, bit in bits.items() if not here & bit)
@@ -114,8 +120,10 @@ def _after(steps: Sequence[dis.Instruction], number: int, index: dict[int, int])
 
 def _handlers(code: types.CodeType) -> Iterator[tuple[int, int, int]]:
     """Yield where an error leads to: the first and the last offset of the code, and the offset of its handler."""
+    # dis has no public function for this. Without it, a variable that only a handler reads would count as dead.
     parse = getattr(dis, "_parse_exception_table", None)
     for entry in () if parse is None else parse(code):
+        # The end is the offset after the last instruction, and each has two bytes.
         yield entry.start, entry.end - 2, entry.target
 
 

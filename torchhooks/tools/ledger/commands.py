@@ -61,6 +61,7 @@ def _tolerance(text: str) -> float:
         number = float(text)
     except ValueError:
         number = math.nan
+    # NaN is refused too, because every comparison with it is false.
     if not 0 <= number < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: give a number from 0 on and less than 1, such as 1e-5")
     return number

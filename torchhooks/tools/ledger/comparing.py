@@ -154,12 +154,15 @@ def _differing(
         mine, theirs = one.digests[quantity], other.digests[quantity]
         without = left_out.get(quantity)
         if quantity == "random":
-            drawn = {*one.drawn, *other.drawn}  # the operating system has seeded the others
+            # A generator that neither has drawn from does not count: without a seed, the operating system seeds it, so
+            # that it has another state in each process.
+            drawn = {*one.drawn, *other.drawn}
             parts = [name for name in mine if name in drawn and theirs.get(name, mine[name]) != mine[name]]
             is_same = not parts
         elif quantity == "outputs":
             parts = _differing_values(one.values, other.values, rtol)
             parts = [name for name in parts if name not in (without or ())]
+            # Without a tolerance, the digest decides: outputs may have more than numbers, and only these are values.
             is_same = not parts if rtol is not None or without else mine == theirs
         elif isinstance(mine, dict):
             parts = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
@@ -193,6 +196,7 @@ def differing_parts(one: Sequence[Ledger], other: Sequence[Ledger], left_out: Le
 
 def _pairs(one: Ledger, other: Ledger) -> Iterator[tuple[Line, Line]]:
     """Yield the lines of the runs that both have, in order."""
+    # Both files are read once and in step, so that only a line of each is held in memory.
     lines, others = one.lines(), other.lines()
     line, opposite = next(lines, None), next(others, None)
     while line is not None and opposite is not None:
@@ -233,6 +237,7 @@ def _number(value: float | str) -> float | None:
 
 def _differing_tensors(mine: str, theirs: str, names: Sequence[str]) -> list[str]:
     """Return the names of the tensors whose digests, one after the other in a text, differ."""
+    # The names stand in another line, which may be lost: then the quantity differs without the names of its tensors.
     if len(mine) != len(theirs) or len(mine) != WIDTH * len(names):
         return []
     return [
@@ -344,6 +349,7 @@ def compare_ledgers(
     if [ledger.rank for ledger in one] != [ledger.rank for ledger in other]:
         raise LedgerError(f"the training runs have {len(one)} and {len(other)} ranks: only equal ones can be compared")
     folders = one[0].folder, other[0].folder
+    # Counted by the numbers of the runs: the lines themselves are only read up to the first difference.
     both = sum(
         len(runs & theirs.runs[loop])
         for mine, theirs in zip(one, other, strict=True)
@@ -395,6 +401,8 @@ class _Reading:
         """Compare the lines of one rank, up to the first run that differs in any rank."""
         environments: tuple[Environment | None, ...] = ()
         for line, opposite in _pairs(one, other):
+            # The ranks are read one after the other. Only a run that is no later than the difference of an earlier rank
+            # can still be the first one that differs.
             if self.first is not None and (line.loop, line.run) > (self.first.one.loop, self.first.one.run):
                 break
             if environments != (line.environment, opposite.environment):
@@ -402,6 +410,8 @@ class _Reading:
                 self.environment |= dict.fromkeys(_environment_of(line.environment, opposite.environment))
             shape = line.has
             is_equal = line.is_equal(opposite)
+            # There are few different shapes. What was compared is found out once for each of them, and not once for a
+            # run.
             self._shapes[shape, shape if is_equal else opposite.has] += 1
             if not is_equal and self._differs(one.rank, line, opposite):
                 break

@@ -83,6 +83,8 @@ class LedgerHook(PeriodicHook):
 
     needs_step = False  # a run that counts no step has a line too
 
+    # Of the class and not of the hook: the loops of a process, such as one for each fold, may write to one file, and
+    # their numbers tell their runs apart.
     _loops: ClassVar[dict[str, list[str | None]]] = {}  # by the path of a file, the checkpoint_dir of each loop
 
     def __init__(
@@ -121,6 +123,8 @@ class LedgerHook(PeriodicHook):
         self._session = session
         if self._is_default and session.model is not None and _is_small(session.model):
             self._what.add("parameters")
+        # A recovery creates a session too, and goes on in the open file without a new header. A reader sees by the
+        # numbers of the runs that they went back.
         if self._file is None:
             self._open(session)
         self._watch_optimizers(session)
@@ -192,6 +196,7 @@ class LedgerHook(PeriodicHook):
         return super().before_run(run_context)
 
     def _watch_optimizers(self, session: Session) -> None:
+        # A recovery comes here again, and must not register the hooks a second time.
         self._stop_watching()
         if "gradients" not in self._what:
             return
@@ -220,6 +225,7 @@ class LedgerHook(PeriodicHook):
     def _note_gradients(self, start: int, optimizer: torch.optim.Optimizer) -> None:
         if self._line is None:
             return  # outside of a run, or in one that is not due
+        # The script may have added a group since the session began. Its parameters have no name, so they are left out.
         for place, parameter in enumerate(parameters_of(optimizer), start):
             if parameter.grad is not None and place < len(self._gradient_names):
                 self._line.gradients[place] = self._line.begin("gradients", parameter.grad)
@@ -227,6 +233,7 @@ class LedgerHook(PeriodicHook):
     # -- after the step -----------------------------------------------------------------------------------------------
 
     def run_due(self, run_context: SessionRunContext, values: Value) -> None:
+        # From here on there is no line, so that a step that the script makes between two runs is not added to this one.
         session, line, self._line = self._session, self._line, None
         assert line is not None  # before_run made it
         line.forget_known()  # the step may have changed them in place
@@ -246,6 +253,7 @@ class LedgerHook(PeriodicHook):
             others = {name: part for name, part in session.state.items() if _has_plain_state(part)}
             line.add_named("state", {name: state_of(part) for name, part in others.items()})
         epoch, batch = self._place
+        # All numbers are read now. On a device, _write() is called some runs later, when the session has moved on.
         entry = Entry(self._loop, session.total_runs, session.global_step, epoch, batch, self._process, format=FORMAT)
         entry.drawn = sorted(self._drawn)
         tensors_of_line = line.on_device()
@@ -268,6 +276,8 @@ class LedgerHook(PeriodicHook):
 
     def _compare_with_earlier(self, earlier: Entry, entry: Entry) -> None:
         difference = compare_entries(earlier, entry, self._session.ranks.rank, self._names)
+        # What differs in later runs follows from the first difference. So nothing more is compared, and the log has one
+        # warning.
         if difference is not None:
             self._earlier = {}
             self._warn(difference)
@@ -356,6 +366,8 @@ class _Line:
             if type(item) is list:
                 item = tuple(item)  # as which the body passes it on
             self.add("item", item)
+            # Most scripts pass on the parts of the item, and these are not read twice. By identity: to compare tensors
+            # costs as much as to read them, and waits for their device.
             is_item = type(item) is tuple and len(item) == len(parts) and all(map(operator.is_, item, parts))
             if (is_item or arguments is item) and not kwargs and "item" in self.digests:
                 self.digests["arguments"] = self.digests["item"]
@@ -423,6 +435,7 @@ def _runs(number: int) -> str:
 def _is_small(model: torch.nn.Module) -> bool:
     """Return whether digests of the parameters and buffers of ``model`` cost little in each run."""
     tensors = [*model.parameters(), *model.buffers()]
+    # A lazy parameter has no size before the first run: its numel() raises.
     if any(torch.nn.parameter.is_lazy(each) for each in tensors):
         return False
     is_small = sum(each.numel() * each.element_size() for each in tensors) <= _SMALL_BYTES
@@ -444,6 +457,7 @@ def _as_json(value: Any) -> float | str:
         number = float(value)
     except (OverflowError, RuntimeError):  # an integer beyond 1.8e308, or a tensor of a layout without it
         return kind_of(value)
+    # JSON has no NaN and no infinity, and comparing.py reads these texts as numbers again.
     return number if math.isfinite(number) else str(number)
 
 
@@ -499,6 +513,8 @@ class _RandomStates:
 
     def _find_numpy_memory(self) -> Any:
         generator = np.random.get_bit_generator()  # type: ignore[attr-defined]  # of NumPy 1.24 and later
+        # Only of this generator, the default, is it known where its state is in memory. Any other one is asked each
+        # time.
         if not isinstance(generator, np.random.MT19937):
             return None
         address: int = generator.ctypes.state_address
@@ -542,6 +558,7 @@ def _git(*arguments: str) -> str | None:
     if not os.path.isdir(place):
         return None
     try:
+        # The loop is waiting: a git that does not answer must not keep it from beginning.
         done = subprocess.run(["git", *arguments], cwd=place, capture_output=True, text=True, timeout=5, check=True)
     except (OSError, subprocess.SubprocessError):
         return None

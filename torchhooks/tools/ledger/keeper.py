@@ -109,10 +109,13 @@ class Keeper:
                 self._socket, theirs = socket.socketpair()
                 self.process = os.fork()
                 if not self.process:
+                    # The other end must be open in check only: the end of check is what closes it.
                     self._socket.close()
                     _keep(theirs, folder, before)
+                # Otherwise _receive() would wait for ever if the keeper was killed.
                 theirs.close()
             self.folder = self._receive()
+        # A Ctrl-C that waited is raised here, when the number of the keeper is known, so that close() ends it.
         except BaseException:
             self.close()
             raise
@@ -135,6 +138,7 @@ class Keeper:
 
     def close(self) -> None:
         """End everything that the script has started, and remove the scratch folder."""
+        # The end of the connection tells the keeper to clean up. A second Ctrl-C waits until it has done so.
         with _signals_wait(), suppress(OSError):
             self._socket.close()
             if self.process:
@@ -164,6 +168,7 @@ def _signals_wait() -> Iterator[dict[signal.Signals, Any]]:
     # Not by a mask: a signal of the process comes to any thread that has none, and Python handles it in this one.
     came: list[int] = []
     before: dict[signal.Signals, Any] = {}
+    # In any other thread, signal.signal() raises an error.
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             before[number] = signal.signal(number, lambda number, _: came.append(number))
@@ -171,7 +176,9 @@ def _signals_wait() -> Iterator[dict[signal.Signals, Any]]:
         yield before
     finally:
         for number, handler in before.items():
+            # None stands for a handler that was not set from Python, and that Python cannot set again.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        # After the handlers of before are back: a signal that came is now handled as if it came here.
         for number in map(signal.Signals, came):
             signal.raise_signal(number)
 
@@ -204,11 +211,14 @@ def _keep(connection: socket.socket, folder: str | None, handlers: dict[signal.S
     ignored = [number for number, handler in handlers.items() if handler is signal.SIG_IGN]  # by nohup, say
     try:
         os.setsid()  # a Ctrl-C in the terminal is for check, whose end this process waits for
+        # The keeper has to outlive check. Only the end of the connection ends it.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
             signal.signal(number, signal.SIG_IGN)
         for file in range(3):  # a reader of the output of check waits for the end of check, not of this process
             os.dup2(os.open(os.devnull, os.O_RDWR), file)
-        with suppress(OSError, AttributeError):  # other systems than Linux
+        # Without this, a daemon of the script, whose parent has ended, would become a child of init, and nothing would
+        # find it. The call is missing on other systems than Linux.
+        with suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
         if folder is None:
             folder = os.path.realpath(tempfile.mkdtemp(prefix="torchhooks-check-"))
@@ -225,10 +235,12 @@ def _keep(connection: socket.socket, folder: str | None, handlers: dict[signal.S
                 answer = CheckError(f"the script could not be started: {error!r}")
             _send(connection, answer)
     finally:
+        # First the processes, which may still write to the folder.
         with suppress(Exception):
             _end_all()
         if not stays and folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
+        # Not sys.exit(): the functions of atexit and the buffers of files in this fork are those of check.
         os._exit(0)
 
 
@@ -244,6 +256,7 @@ class _LeftError(Exception):
 
 def _run(start: Start, connection: socket.socket, ignored: Sequence[int]) -> Ending:
     with suppress(OSError):
+        # An earlier process of the same training run may have left it, and it would end this one at once.
         os.remove(start.over)
     began = time.monotonic()
     running: dict[int, int] = {}  # the rank of each process
@@ -267,17 +280,22 @@ def _run(start: Start, connection: socket.socket, ignored: Sequence[int]) -> End
                 return ending._replace(is_over=True)
             if is_late and running:
                 return ending._replace(is_late=True, stacks=_stacks([*running], start.stacks))
+            # A rank that waits for one that has ended may hang for ever.
             if first_end is not None and time.monotonic() > first_end + _GRACE_SECS:
                 for rank in running.values():
                     ending.codes[rank] = -signal.SIGKILL
                 return ending
+            # This is the pause between two looks, which the end of check cuts short. MSG_PEEK leaves a message for
+            # _keep().
             if select.select([connection], [], [], _POLL_SECS)[0] and not connection.recv(1, socket.MSG_PEEK):
                 raise _LeftError
         return ending
     finally:
         for process in running:
+            # A loop would answer SIGTERM with a save. None of these was waited for, so no other process has its number.
             os.kill(process, signal.SIGKILL)
         _end_all()
+        # Without /proc, as on macOS, _end_all() finds no process.
         if not os.path.isdir(_PROCESSES):
             _end_sessions(leaders)
 
@@ -285,8 +303,12 @@ def _run(start: Start, connection: socket.socket, ignored: Sequence[int]) -> End
 def _become(become: Callable[[int], object], rank: int, connection: socket.socket, ignored: Sequence[int]) -> NoReturn:
     """Make this process, which is a new fork, that of the script."""
     try:
+        # Otherwise check would not see that the keeper was killed, as long as a process of the script is there.
         connection.close()
+        # A session for each rank, by which _end_sessions() finds what the rank leaves.
         os.setsid()
+        # What a process ignores, a new program that it becomes ignores too. The script gets what it has without check:
+        # the keeper ignores these signals, and nohup may have check ignore some.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
@@ -312,6 +334,7 @@ def _end_all() -> None:
     told: set[int] = set()
     while True:
         _reap()
+        # Looked up each time, because a process may start others until it ends.
         left = _descendants()
         if not left:
             return
@@ -337,6 +360,7 @@ def _end_sessions(leaders: Sequence[int]) -> None:
             while time.monotonic() < deadline:
                 time.sleep(_POLL_SECS)
                 _reap()
+                # Raises an error once the session is empty, which ends the wait.
                 os.killpg(leader, 0)
             os.killpg(leader, signal.SIGKILL)
 
@@ -347,6 +371,7 @@ def _descendants() -> list[int]:
     for path in Path(_PROCESSES).glob("[0-9]*/stat"):
         with suppress(OSError, ValueError, IndexError):
             state, parent = path.read_text().rpartition(")")[2].split()[:2]
+            # A dead child of another process is for that process to wait for. One of this process counts until _reap().
             if state != "Z" or int(parent) == os.getpid():
                 children.setdefault(int(parent), []).append(int(path.parent.name))
     below = [*children.get(os.getpid(), ())]
@@ -361,6 +386,7 @@ def _stacks(leaders: Sequence[int], prefix: str) -> list[str]:
     for process in [*leaders, *(each for each in _descendants() if each not in leaders)]:
         if STACKS_SIGNAL is None or not _catches(process, STACKS_SIGNAL):
             continue
+        # All of them: a process that the script has forked has the handler of its parent, and writes to its file.
         files = sorted(Path(f"{prefix}-{process}").parent.glob(f"{os.path.basename(prefix)}-*"))
         sizes = {path: path.stat().st_size for path in files}
         with suppress(ProcessLookupError):
@@ -369,6 +395,7 @@ def _stacks(leaders: Sequence[int], prefix: str) -> list[str]:
         while time.monotonic() < deadline:
             time.sleep(0.05)
             now = sum(path.stat().st_size for path in files)
+            # Nothing says when faulthandler is done: the files have grown, and then stayed as they are for one look.
             if now == before and now > sum(sizes.values()):
                 break
             before = now

@@ -112,7 +112,8 @@ class LedgerFile:
     def __init__(self, folder: str, rank: int) -> None:
         self.path = os.path.join(folder, FOLDER, f"rank-{rank}.jsonl")
         os.makedirs(os.path.dirname(self.path), exist_ok=True)
-        # Unbuffered, so that the line of a run survives a kill right after it.
+        # Unbuffered, so that the line of a run survives a kill right after it. It is not synced, so a power failure may
+        # take the last lines with it.
         self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - close() closes it
         if self._ends_torn():
             write_all(self._file, b"\n")  # a torn line stays as it is, and the next one begins after it
@@ -157,6 +158,7 @@ class LedgerFile:
             if entry.run <= run:
                 break  # what stands before it are runs that the checkpoint has
             if entry.format == FORMAT:
+                # Backwards, the line that was written last comes first.
                 entries.setdefault(entry.run, entry)
             else:
                 old.add(entry.run)
@@ -185,6 +187,7 @@ def _written() -> re.Pattern[bytes]:
     real = rb"-?(?:0|[1-9][0-9]{0,30})(?:\.[0-9]{1,30})?(?:e[+-]?[0-9]{1,3})?"
 
     def listed(item: bytes) -> bytes:
+        # The *+ gives nothing back: a line that does not match is not tried again with each shorter list.
         return rb"(?:" + item + rb"(?:," + item + rb")*+)?"
 
     named = rb"\{" + listed(text + b":" + text) + rb"\}"
@@ -314,6 +317,7 @@ def _is_of_this_format(entry: Entry) -> bool:
 
 
 def _is_whole(number: object) -> TypeGuard[int]:
+    # Not isinstance(), for which the true of JSON is a number.
     return type(number) is int and -_LARGEST < number < _LARGEST
 
 
@@ -337,6 +341,7 @@ def _lines_backwards(path: str) -> Iterator[bytes]:
             size = min(_BLOCK, place)
             place -= size
             file.seek(place)
+            # The first piece may be the end of a line that begins in the block before.
             first, *lines = (file.read(size) + rest).split(b"\n")
             yield from reversed(lines)
             rest = first
@@ -352,6 +357,7 @@ class RunSet:
     __slots__ = ("_blocks",)
 
     def __init__(self, blocks: dict[int, int] | None = None) -> None:
+        # In blocks of 1024: Python copies an int to set a bit in it, and one int for all runs would be long.
         self._blocks: dict[int, int] = {} if blocks is None else blocks
 
     def add(self, run: int) -> None:
@@ -495,6 +501,7 @@ class Ledger:
                     self._add_names(line["names"])
                 elif data.strip():
                     self._add_other(line)
+        # Since the new start, no process has come to these loops: they are those of the older training run.
         for loop in self._suspended:
             self._leave_out_older(loop)
 
@@ -509,6 +516,7 @@ class Ledger:
             self._environments[loop] = line
             ranks = line.get("world_size")
             if _is_count(ranks):
+                # The first loop begins a new training run, which may have fewer ranks. All others belong to this one.
                 self.world_size = ranks if loop == 1 and not run else max(self.world_size, ranks)
             self._resume(loop, run)
         else:
@@ -538,6 +546,7 @@ class Ledger:
             stretches = self._stretches[loop]
             while stretches and stretches[-1].first > run:
                 stretches.pop()
+            # What the cut leaves of a stretch is read again from the same bytes, and _read() stops at its last run.
             if stretches:
                 stretches[-1].last = min(stretches[-1].last, run)
 
@@ -570,6 +579,7 @@ class Ledger:
         names = self._names.get(loop, {})
         if not self._new_names.items() <= names.items():
             self._names[loop] = names | self._new_names
+            # A stretch has one set of names, so the next line begins another stretch.
             self._open.pop(loop, None)
         self._new_names = {}
 
@@ -590,6 +600,7 @@ def _lines_of(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
     """Yield each line and its number of bytes. A line that is too long is yielded as one that cannot be read."""
     for data in iter(partial(file.readline, _LONGEST), b""):
         size = len(data)
+        # A file without ends of lines must not be read into the memory as a whole.
         if size == _LONGEST and data[-1] != 10:
             data = b"{"  # cannot be read either
             while rest := file.readline(_LONGEST):
@@ -608,6 +619,7 @@ def _read(file: BinaryIO, loop: int, stretch: _Stretch) -> Iterator[Line]:
         if isinstance(line, Line) and line.loop == loop:
             if line.run > stretch.last:
                 break
+            # A line is held back until the next run comes: a second line of the same run takes its place.
             if before is not None and line.run != before.run:
                 yield before
             line.names, line.environment = stretch.names, stretch.environment
@@ -636,6 +648,7 @@ def read_ledgers(path: str | os.PathLike[str]) -> list[Ledger]:
     if all(ledger.is_empty for ledger in ledgers):
         raise LedgerError(f"{folder} has no ledger with a line that can be read: give the folder of a training run")
     first = ledgers[0]
+    # A training run with fewer ranks does not touch the files of the others, which an older one has left.
     older = [ledger for ledger in ledgers if ledger.world_size > ledger.rank >= first.world_size > 0]
     first.of_other_ranks = sum(map(len, older))
     return [ledger for ledger in ledgers if ledger not in older]

@@ -158,6 +158,8 @@ class Training:
             stacks=self._file("stacks"),
             began=time.time(),
         )
+        # The process before this one has written it. What it had seen is not what this one has, and its number there
+        # would look like that of a second first rank (see Cut).
         if os.path.exists(plan.seen):
             os.remove(plan.seen)
         plan.write(self._file("plan.json"))
@@ -186,6 +188,8 @@ class Training:
         return self.ranks == 1 and self.hash_seed is None and can_fork()
 
     def _variables(self) -> dict[str, str]:
+        # Nothing leaves the machine, so W&B is switched off, and MLflow gets a file instead of a server. Without
+        # buffers, a process that is killed loses nothing that it has printed, which is compared.
         variables = {
             CHECK_PLAN: self._file("plan.json"),
             PLACES: self.places,
@@ -202,6 +206,8 @@ class Training:
             os.makedirs(temporary, exist_ok=True)
             variables["TMPDIR"] = temporary
             with suppress(KeyError, OSError):  # a user without a name
+                # The folder that torch itself takes without TMPDIR, where earlier processes of the user may have
+                # compiled.
                 user = re.sub(r"[\\/:*?\"<>|]", "_", getpass.getuser())
                 compiled = os.path.join(tempfile.gettempdir(), f"torchinductor_{user}")
                 variables["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR", compiled)
@@ -213,9 +219,11 @@ def environments_of_ranks(ranks: int) -> list[dict[str, str]]:
     if ranks == 1:
         return [{}]
     with socket.socket() as listening:
+        # The system picks a port that is free. It is closed again, because the first rank listens there.
         listening.bind(("127.0.0.1", 0))
         port = str(listening.getsockname()[1])
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    # As torchrun does. Another number of threads may add up in another order, and round in another way.
     common["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
     return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
@@ -227,6 +235,7 @@ def become_new(script: list[str], variables: Sequence[dict[str, str]], outputs: 
     """Make this process a new Python that runs the script."""
     _open_files(outputs, rank)
     command = [sys.executable, as_main.__file__, *script]
+    # In place of this fork, and not as its child: the keeper waits for this number, and sends signals to it.
     os.execve(sys.executable, command, {**os.environ, **variables[rank]})
 
 
@@ -238,6 +247,7 @@ def become_fork(script: list[str], variables: Sequence[dict[str, str]], outputs:
     code = 1
     try:
         os.environ.update(variables[rank])
+        # This process has looked up its temporary folder before, and the script has another TMPDIR.
         tempfile.tempdir = None
         _open_files(outputs, rank)
         sys.stdin = os.fdopen(0, "r", closefd=False)
@@ -246,14 +256,18 @@ def become_fork(script: list[str], variables: Sequence[dict[str, str]], outputs:
         random.seed()
         np.random.seed()
         torch.seed()
+        # As long as the root logger has a handler, logging.basicConfig() of the script does nothing.
         for handler in logging.getLogger().handlers[:]:
             logging.getLogger().removeHandler(handler)
         atexit._clear()  # noqa: SLF001 - the functions of this process, which clean up what its parent still needs
         weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # noqa: SLF001 - these, too
         # What the script itself leaves to the end is called.
         weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]  # noqa: SLF001
+        # multiprocessing has registered its function at its import, and _clear() has removed it.
         atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]  # noqa: SLF001
         as_main.prepare(vars(ProcessPlan.read(os.environ[CHECK_PLAN])))
+        # After prepare(), which says where C code writes. In a new process, the first loop does this: only then is
+        # torch sure to be imported.
         tell_of_saves()
         code = as_main.run(script)
         # The fork ends without the end of the interpreter, which would call both.
@@ -285,6 +299,7 @@ _FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')  # as faulthand
 
 
 def _place_of(stack: str) -> str:
+    # A signal usually comes to the main thread, in which the script runs. faulthandler calls it the current one.
     _, _, current = stack.rpartition("Current thread")
     frames = [match.groups() for match in map(_FRAME.match, current.partition("\n\n")[0].splitlines()) if match]
     if not frames:

@@ -201,6 +201,7 @@ def causes(walks: Walks, run: int | None, ignored: Sequence[str] = ()) -> list[S
     begun = [each for each in walks.stopped.moments if each.is_first and each.run > 1]
     near = None
     if run is not None:
+        # The process that made the run. What earlier ones lacked follows at the end, from starting_over().
         begun = [each for each in begun if each.run <= run][-1:]
         near = [each for each in walks.stopped.moments if each.run <= run][-1:]
     found: list[Suspect] = []
@@ -225,6 +226,7 @@ def starting_over(walks: Walks, ignored: Sequence[str] = (), run: int | None = N
     over: dict[str, tuple[tuple[int, ...], Suspect]] = {}
     missing: dict[str, None] = {}
     for resumed in walks.stopped.moments:
+        # A process that begins with the first run has resumed nothing, so all of it rightly starts over.
         if not resumed.is_first or resumed.run <= 1 or (run is not None and resumed.run > run):
             continue
         for each in _changed(walks, nodes, resumed):
@@ -259,6 +261,7 @@ def _changed(
         uninterrupted = [each.saved if each is not None else {} for each in (one, other)]
         for name, state in moment.saved.items():
             texts = {saved.get(name) for saved in uninterrupted}
+            # A state in which two uninterrupted training runs differ, such as a clock, says nothing about a resume.
             if name not in changed and len(texts) == 1 and None not in texts and state not in texts:
                 changed.add(name)
                 yield _Changed(Suspect(name, moment.run, is_saved=True), (0,))
@@ -266,6 +269,7 @@ def _changed(
     place = next(number for number, each in enumerate(moments) if each is resumed)
     second = moments[place + 1] if place + 1 < len(moments) and not moments[place + 1].is_first else None
     start, last = walks.one.moments[0], walks.one.moments[-1]
+    # Other variables are dead at another place of the code, and a resumed process may stand at one.
     targets = {*mine.targets, *resumed.targets, *(mine.dead if mine.dead == resumed.dead else ())}
     for each in differing(nodes, mine, resumed):
         expected = at(nodes, mine, each.steps)
@@ -288,6 +292,7 @@ def _changed(
             lacks=each.lacks,
             is_reordered=each.other is not None and bool(each.one.bag) and each.one.bag == each.other.bag,
         )
+        # What has an innocent reason comes last: a for loop sets it, the process has made it again, or it is a cache.
         rank = (
             1 if not is_other_kind and not is_back and not (suspect.is_missing and not suspect.is_part) else 2,
             _order(each.one, suspect),

@@ -201,6 +201,7 @@ class Walker:
             hashes = graph.digests()
         nodes = {key: node for key, node in graph.nodes(roots.values(), hashes).items() if key not in self._known}
         self._known |= nodes.keys()
+        # Only those of this moment, because another object may get the id of one that is gone.
         self._sums = {key: bytes.fromhex(hashes[node]) for key, node in graph.large.items()}
         moment = Moment(
             run,
@@ -237,6 +238,7 @@ def _roots(held: Held) -> Iterator[tuple[str, object]]:
     def new(name: str) -> bool:
         return not (name in names or names.add(name))  # type: ignore[func-returns-value]
 
+    # From the inside out: of two variables with one name, that of the innermost call has it.
     while frame is not None:
         code = frame.f_code
         if is_users_file(code.co_filename) and code.co_name != "<module>":
@@ -247,9 +249,12 @@ def _roots(held: Held) -> Iterator[tuple[str, object]]:
                     yield root, value
         frame = frame.f_back
     seen: set[int] = set()
+    # A copy, because another thread may import something meanwhile. A module of another class may be a lazy one, which
+    # a look at its attributes would import.
     for name, module in [*sys.modules.items()]:
         file = vars(module).get("__file__") if type(module) is types.ModuleType else None
         is_main = name in ("__main__", "__mp_main__")
+        # The script is in sys.modules under two names, see run() of as_main.
         if id(module) in seen or not (isinstance(file, str) and is_users_file(file)):
             continue
         seen.add(id(module))
@@ -329,6 +334,7 @@ class _Graph(ValueGraph):
             self._saved[id(bare)] = bare
             values = [bare.state, *bare.state.values(), bare.param_groups, *bare.param_groups, bare.defaults]
             values += [each for state in bare.state.values() if isinstance(state, dict) for each in state.values()]
+            # Some of these are made by the call. An id stands for one object only as long as that is alive.
             self._alive += values
             self._constants |= {id(each): "saved" for each in values if not is_atom(each)}
 
@@ -353,8 +359,11 @@ class _Graph(ValueGraph):
             self.labels[node], self.kinds[node] = constant, "saved"
             return
         self._reading = node
+        # Not of a class that is derived from these: it may have attributes, and define __len__().
         if any(type(value) is each for each in _SERIALIZED) and len(value) >= _LARGE:
             with suppress(ValueError):  # it has something that is not plain
+                # marshal calls no code of the script, and refuses what is not plain. From version 3 on, its bytes
+                # depend on which equal objects are one object.
                 data = marshal.dumps([*value] if type(value) is deque else value, 2)
                 key = id(value), zlib.crc32(data, len(data))
                 self.large[key] = node
@@ -454,6 +463,7 @@ class _Graph(ValueGraph):
         """Return the digest of each node. Waits for the devices that tensors are on."""
         numbers: dict[int, int] = {}
         for device in {each.device for each in self.sums}:
+            # One copy from each device, instead of a wait for each tensor.
             there = [each for each in self.sums if each.device == device]
             numbers |= zip(map(id, there), torch.stack(there).tolist(), strict=True)
         return [each.hex() for each in self.hashes([numbers[id(each)] for each in self.sums])]
@@ -591,6 +601,7 @@ class Walked:
 
     def before(self, run: int) -> Moment | None:
         """Return the last moment before the run with this number."""
+        # A run that was made again has a moment for each time. The last one is of the process that went on from it.
         return next((each for each in reversed(self.moments) if each.run == run), None)
 
 

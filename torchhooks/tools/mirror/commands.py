@@ -58,9 +58,11 @@ def mirror(source: str, target: str, as_json: bool = False) -> int:
     with _named(url):
         copy = Copy(folder, Store(url), lambda: sys.maxsize)  # only a hook knows how many the saver keeps
         if is_url(source):
+            # A download takes nothing over, so the job that writes to the copy goes on.
             copy.open(takes_over=False)
             copied = copy.restore()
         else:
+            # This takes the copy over: a job that still uploads to it copies nothing any more.
             copy.open()
             copied = copy.push_checkpoints()
             while copy.push_files() is None:  # a newer checkpoint came in between

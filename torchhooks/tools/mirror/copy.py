@@ -204,8 +204,11 @@ class Copy:
                 f"none of the checkpoints in {self._store.url} can be read; the log says why. Make one readable, or, "
                 "to start over, give another address"
             )
+        # Before the checkpoint: after a kill in between, the copy is still newer than the folder, so the next process
+        # downloads the files again.
         self._restore_files(temporary, replaces=has_fetched)
         if fetched:
+            # Before the checkpoints: open() takes a folder that has some, but not this id, for another training run.
             self._settle_run_id()
         for entry in sorted(fetched, key=lambda entry: (_is_own(entry.name), entry.age)):
             self._put_in_place(os.path.join(temporary, entry.place), entry.name)
@@ -238,6 +241,7 @@ class Copy:
         os.makedirs(into)
         for file in entry.files:
             insist(fetch_file, file)
+        # The manifest that open() has read, whose checksums were just compared, and not another answer of the store.
         with open(os.path.join(into, MANIFEST), "wb") as manifest:
             manifest.write(entry.manifest)
 
@@ -258,6 +262,7 @@ class Copy:
                     self._not_restored.add(name)  # and so not overwritten by a new file without its contents
                     logger.warning("%s cannot be read from %s (%s): it stays there", name, self._store.url, error)
                     continue
+                # The index is uploaded after the files. If a kill came in between, it has the time of older contents.
                 size, modified, checksum = self._index.get(name, (0, 0, 0))
                 if file_sums(temporary, ["file"])["file"] == (size, checksum):
                     with suppress(OSError, OverflowError):
@@ -266,6 +271,7 @@ class Copy:
 
     def _put_in_place(self, path: str, name: str) -> None:
         """Rename ``path`` to ``name`` in the folder. What is in its way there is older."""
+        # The loop has ended while this thread waited for the store, and the script may use the folder otherwise now.
         if self.is_over:
             raise OverError
         target = self._folder
@@ -277,6 +283,7 @@ class Copy:
         os.makedirs(target, exist_ok=True)
         target = os.path.join(target, base)
         if os.path.lexists(target) and (os.path.isdir(target) or os.path.isdir(path)):
+            # os.replace() replaces no folder that has files in it, and no file by a folder.
             os.rename(target, os.path.join(self._own, "restored", secrets.token_hex(4)))  # removed with that folder
         os.replace(path, target)
 
@@ -335,6 +342,7 @@ class Copy:
                     with open(os.path.join(place, MANIFEST), "rb") as manifest:
                         entry = entry_of(os.path.relpath(place, self._folder).replace(os.sep, "/"), manifest.read())
                     yield entry._replace(place=self._contents.place_of(entry))
+            # Not into .mirror, where the folder of files to upload has a manifest too.
             folders[:] = [name for name in folders if name[0] != "."]
 
     def _push(self, entry: MirroredCheckpoint) -> bool:
@@ -348,15 +356,18 @@ class Copy:
         self._settle_run_id()
         if entry.place in self._contents.whole:
             self._sent.update(entry.files)  # only the manifest has changed: the training run is finished
+        # _sent outlives a StoreError, so the next call goes on with the file that failed.
         for file in [file for file in entry.files if file not in self._sent]:
             self._store.put(os.path.join(held, file), f"{entry.place}/{file}", syncs=True)
             self._sent.add(file)
             if self.is_over or (self.deadline is not None and self._is_superseded(entry, self._wanted())):
                 return False
+        # A server may confirm an upload and not have it. So sizes are listed, and the manifest is read back.
         sizes, manifest = self._store.list(entry.place), f"{entry.place}/{MANIFEST}"
         if not entry.is_whole(sizes | {manifest: len(entry.manifest)}):
             self._sent.clear()
             raise StoreError(f"it does not have what was written to {entry.place}")
+        # As late as possible: with the manifest the checkpoint counts, and a job that was replaced must not commit one.
         self._check_session()
         self._store.put(os.path.join(held, MANIFEST), manifest, syncs=True)
         if self._store.read(manifest) != entry.manifest:
@@ -399,21 +410,25 @@ class Copy:
             )
         keep = max(len(here), self._count_to_keep() if _is_own(new.name) else 1)
         alike = [entry for entry in self._contents.whole.values() if entry.series == new.series and not entry.kept]
+        # Only places of older checkpoints than the new one: another upload of a newer one may go on right now.
         left = [
             place for place in self._contents.partial if series_of(place) == new.series and order_of(place) < new.order
         ]
         if len(alike) <= keep and not left:
             return
+        # What the store has now is counted, and not what it has confirmed, before anything is removed.
         sizes = self._store.list()
         whole = sorted((each for each in alike if each.is_whole(sizes)), key=lambda each: each.age, reverse=True)
         kept_here = {entry.place for entry in here}
         for old in whole[keep:]:
             if old.place not in kept_here:
+                # The manifest first: after a kill, the files are of no checkpoint, and the next process removes them.
                 self._store.remove(f"{old.place}/{MANIFEST}")
                 del self._contents.whole[old.place]
                 left.append(old.place)
                 self._contents.partial.add(old.place)
         for place in left:
+            # Another job may have completed this upload since its objects were listed.
             if self._store.read(f"{place}/{MANIFEST}") is None:
                 for name in [name for name in sizes if name.startswith(f"{place}/")]:
                     self._store.remove(name)
@@ -445,18 +460,22 @@ class Copy:
         for name in self._files_here():
             if not self._push_file(name):
                 failed.append(name)
+            # A folder may have thousands of files, and neither a new checkpoint nor the end waits for all of them.
             if time.monotonic() - looked >= LOOK_SECS:
                 if self.is_over or self._wanted():
                     self._write_index()
                     return None
                 self._check_session()
                 looked = time.monotonic()
+        # After the files: a kill before this line costs another upload. An index that came first could name contents
+        # which were never uploaded.
         self._write_index()
         return failed
 
     def _push_file(self, name: str) -> bool:
         path = os.path.join(self._folder, name)
         try:
+            # Before the contents are read: a file that grows meanwhile has another stamp at the next look.
             stamp = _stamp(path)
             if self._compared.get(name) == stamp and self._sizes.get(name) == stamp[0]:
                 return True
@@ -480,6 +499,7 @@ class Copy:
 
     def _clear_way(self, name: str) -> None:
         """Remove a file from the copy that is a folder now, and the files of a folder that is a file now."""
+        # A store of objects takes both a and a/b. No folder on a disk has both, so they could not be restored.
         in_the_way = [folder for folder in _folders_of(name) if folder in self._sizes]
         if name in self._folders:
             in_the_way += [other for other in self._sizes if other.startswith(f"{name}/") and is_copied(other)]
@@ -535,6 +555,7 @@ class Copy:
 
     def missing(self) -> list[str]:
         """Return the names of what the copy lacks, checkpoints first."""
+        # The training thread calls this at the end, when the thread that copies may still hang in a call of the store.
         names = [entry.name for entry in self._wanted()]
         for name in self._files_here():
             with suppress(FileNotFoundError):

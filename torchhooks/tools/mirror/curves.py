@@ -28,6 +28,7 @@ def read_curves(sizes: Mapping[str, int], read: Callable[[str, int, int], bytes]
         read: returns the bytes of a file from one position to another.
     """
     found: dict[tuple[str, str], list[Point]] = {}
+    # Names of event files have the time of their creation, so the points of a resumed process come last.
     for name in sorted(sizes):
         folder, _, base = name.rpartition("/")
         points_in = _events_in if "tfevents" in base else _lines_in if base.endswith(".jsonl") else None
@@ -70,6 +71,7 @@ def _records_in(data: bytes, is_cut: bool) -> Iterator[bytes]:
         if checksum != masked_crc32c(data[position : position + 8]):
             if not is_cut:
                 return  # damaged: TensorBoard stops here too
+            # Where the checksum of a length is right, a record begins.
             position += 1
             continue
         end = position + _HEADER.size + length

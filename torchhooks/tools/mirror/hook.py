@@ -129,6 +129,7 @@ class MirrorHook(StandardHook):
         self._thread = threading.Thread(target=self._work, name="torchhooks mirror", daemon=True)
         self._thread.start()
         began, has_waited = time.monotonic(), False
+        # The handler of the loop only notes a signal, so this wait looks for one. A store may not answer for hours.
         while not self._restored.wait(_POLL_SECS):
             received = received_signal()
             if received is not None:
@@ -154,6 +155,7 @@ class MirrorHook(StandardHook):
         self._copy.deadline = time.monotonic() + self._grace_secs
         self._closing.set()
         if not self._training.is_set():  # the loop has not begun: there is nothing new to copy
+            # Before _training is set, for which the thread waits: it would upload for grace_secs otherwise.
             self._copy.deadline = time.monotonic()
             self._training.set()
         else:
@@ -164,6 +166,7 @@ class MirrorHook(StandardHook):
                     "%s is not complete after %g s, it lacks %s. This command copies it: %s",
                     *(self._url, self._grace_secs, shortened(missing), self._command()),
                 )
+        # Not otherwise: the thread may hang in a call of the store for longer than grace_secs.
         if self._done.is_set():
             thread.join()
 
@@ -181,7 +184,10 @@ class MirrorHook(StandardHook):
             self._restore()
         except BaseException as error:
             self._failure = error
+        # Also after an error, which begin() raises in the training thread.
         self._restored.set()
+        # The session's savers say how many checkpoints to keep. If the loop fails before it has a session,
+        # nothing is uploaded.
         self._training.wait()
         if self._failure is None and self.writes:
             try:
@@ -251,6 +257,7 @@ class MirrorHook(StandardHook):
             failed = self._copy.push_files(is_last)
             if failed is not None:  # or else a new checkpoint comes first
                 self._files_at = time.monotonic() + self._every_n_secs
+                # push_files() has uploaded the record with the other files.
                 self._record_at = time.monotonic() + RECORD_SECS
         elif time.monotonic() >= self._record_at:
             self._copy.push_record()
@@ -269,6 +276,7 @@ class MirrorHook(StandardHook):
 
     def _pause(self, failure: Exception | None) -> None:
         if self._closing.is_set():
+            # A wait for _closing, which is set, would be no pause.
             time.sleep(FIRST_PAUSE_SECS)
         elif failure is None:
             self._closing.wait(copying.LOOK_SECS)

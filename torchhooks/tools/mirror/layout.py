@@ -112,9 +112,12 @@ def entry_of(name: str, manifest: bytes) -> MirroredCheckpoint:
     try:
         about = decoded(manifest)
         files = {file: (int(size), int(checksum)) for file, (size, checksum) in about["files"].items()}
+        # A restore would write a file whose name has a folder in it outside of the checkpoint.
         if about["name"] != os.path.basename(name) or any(os.path.basename(file) != file for file in files):
             raise ValueError(f"it is of {about['name']!r}")
         order, time, kept = int(about["order"]), float(about["time"]), about["kept"] is True
+        # Two jobs that continue from one checkpoint may save the same step with other contents. The checksum tells
+        # them apart, so neither overwrites the other.
         place = f"{name}~{order}-{zlib.crc32(repr(sorted(files.items())).encode()):08x}"
         return MirroredCheckpoint(name, order, time, kept, files, manifest, place)
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:

@@ -115,6 +115,7 @@ def read_status(folder: str) -> Status:
     with suppress(OSError):  # the time of the file, as the clock of the machine that trains may differ
         age = time.time() - os.stat(os.path.join(folder, RECORD)).st_mtime
     status = _status(record, age, _SILENT_SECS, checkpoints, damaged, read_curves(_sizes_in(folder), read))
+    # The record cannot say this of its process: the thread that writes it needs the lock too.
     keeps = None if record is None or record.ended else lock_stacks(folder, record.world_size)
     if record is None or keeps is None:
         return status
@@ -163,6 +164,7 @@ def _status(
     """Return the status, with all times by the clock of this machine if the ``age`` of the record is known."""
     ahead = 0.0
     if record is not None and age is not None:
+        # The times of points and checkpoints are from the same clock as the record, so they are moved with it.
         ahead = time.time() - age - record.time
         times = (record.began + ahead, record.time + ahead, record.run_time + ahead)
         record = record._replace(began=times[0], time=times[1], run_time=times[2])
@@ -227,6 +229,7 @@ def state_of(record: Record | None, silent_secs: float = _SILENT_SECS) -> State:
     process = f"process {record.pid} on {record.host}"
     closes = "" if record.stopped is None else f" while it closes ({record.stopped})"
     is_alive, silence = record.is_alive, time.time() - record.time
+    # Before the silence is judged: that a process is gone is known at once, without waiting for silent_secs.
     if is_alive is False:
         where = closes if record.stalled is None else f", stalled {record.stalled}{closes}"
         return State("killed", f"killed{where}: {process} is gone, {ago(record.time)} or later")

@@ -54,6 +54,7 @@ class Secrets:
         """The address without credentials."""
         with suppress(ImportError):
             texts.update(_texts_in(import_optional("fsspec.config", "mirror").conf))
+        # The value of GOOGLE_APPLICATION_CREDENTIALS, for example, is the path of a file, and not a secret.
         for name, value in os.environ.items():
             if _SECRET_VARIABLES.search(name) and len(value) >= _LEAST_VARIABLE and not os.path.exists(value):
                 texts.update(_texts_in(value))
@@ -118,6 +119,7 @@ class Store:
         self.url, self.hide = hidden.url, hidden.hide
         error: Exception | None = None
         try:
+            # Another job may write to the same place: a list that fsspec remembers would not have its objects.
             given = {"use_listings_cache": False, "skip_instance_cache": True, **(options or {})}
             system, root = fsspec.core.url_to_fs(url, **given)
         except ImportError as raised:
@@ -175,6 +177,7 @@ class Store:
         Raises:
             OSError: the file of this machine cannot be read.
         """
+        # Before _call(), which would make an error of this machine's disk one of the store.
         with open(path, "rb"):
             pass
         self._call(self._put, path, name, syncs)
@@ -223,6 +226,7 @@ class Store:
         except Exception as error:
             kind = NotInStoreError if isinstance(error, FileNotFoundError) else StoreError
             reason = self.hide(f"{type(error).__name__}: {error}")
+        # Not in the except block: Python would keep the library's error, which may have credentials, as __context__.
         raise kind(reason)
 
 
@@ -231,6 +235,7 @@ def _replacing(root: str, name: str) -> Iterator[str]:
     """Yield a path to write a file to, which then gets ``name`` in the folder ``root``."""
     target = os.path.join(root, *name.split("/"))
     folder, base = os.path.split(target)
+    # If the disk of the store is not mounted any more, makedirs() would make the folder on another disk.
     if not os.path.isdir(root):
         raise FileNotFoundError(f"{root} is gone")
     os.makedirs(folder, exist_ok=True)

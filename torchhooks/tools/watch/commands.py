@@ -36,18 +36,21 @@ def stacks(path: str, as_json: bool = False) -> int:
     record = read_record(path)
     if record is None or record.ended:
         raise CheckpointError(f"{os.path.join(path, NAME)} names no loop that trains here now, so there are no stacks")
+    # Another name each time, so that the report of an earlier request is not taken for the answer.
     name = f"stacks-{uuid.uuid4().hex[:8]}"
     request, report = os.path.join(path, REQUEST), Path(path, name, "report.md")
     with replacing(request) as temporary:
         Path(temporary).write_text(name, encoding="utf-8")
     end = time.monotonic() + _WAIT_SECS
     while not report.exists():
+        # In every round: the process may be killed or stopped while this command waits for it.
         why = _why_no_answer(path, record)
         if why is None and time.monotonic() > end:
             why = f"has not answered for {_WAIT_SECS:g} s: it is gone, or stopped, or out of reach"
             if record.is_alive:
                 why = f"is there, but has not answered for {_WAIT_SECS:g} s: {WHY_SILENT}"
         if why is not None:
+            # Or the next loop in this folder would answer a request that was given up.
             Path(request).unlink(missing_ok=True)
             raise CheckpointError(f"process {record.pid} on {record.host} {why}")
         time.sleep(_POLL_SECS)

@@ -56,6 +56,7 @@ class GlobalLockWatch:
 
     def arm(self, secs: float) -> bytes:
         """Count ``secs`` seconds from now. Return the stacks of a call that took longer; usually there is none."""
+        # stall_secs=math.inf leaves faulthandler's timer, of which a process has one, to the script.
         if secs == math.inf:
             return b""
         with _timer:  # also because a look would create the file that close() has just removed
@@ -103,6 +104,7 @@ class GlobalLockWatch:
         if self._file is None and self._can_open and os.path.isdir(os.path.dirname(self._path)):
             _keep(self._path)
             try:
+                # Stays open: faulthandler takes the number of an open file, to which it can write without the lock.
                 self._file = open(self._path, "w+b", buffering=0)  # noqa: SIM115 - closed in _remove()
                 self._owned.callback(_remove, self._file, self._pid)
             except OSError:  # a folder to read checkpoints from, perhaps
@@ -112,6 +114,7 @@ class GlobalLockWatch:
     def _tell_guard(self, secs: float) -> None:
         """Have another process kill this one unless it is told again within ``secs`` seconds."""
         if self._guard is None:
+            # -I and -S keep PYTHONPATH, sitecustomize and site-packages out of the guard, which begins at once.
             command = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), f"{self._look_secs:g}"]
             try:
                 self._guard = subprocess.Popen(
@@ -121,6 +124,8 @@ class GlobalLockWatch:
                 self._exits = True
                 return
             assert self._guard.stdin is not None
+            # A guard that is stopped reads nothing. A write that waits for it would hold _timer, for which a fork
+            # waits.
             os.set_blocking(self._guard.stdin.fileno(), False)
             self._owned.callback(_end, self._guard, self._pid)
         assert self._guard.stdin is not None
@@ -139,6 +144,7 @@ def _keep(path: str) -> None:
 
 def _set(secs: float, file: IO[bytes] | IO[str], exits: bool) -> None:
     global _is_set, _is_registered
+    # Python cannot remove what is registered for a fork, so this is done once, and only if there is a timer.
     if not _is_registered and hasattr(os, "register_at_fork"):
         os.register_at_fork(before=_before_fork, after_in_parent=_timer.release, after_in_child=_timer.release)
         _is_registered = True
@@ -167,6 +173,7 @@ def _remove(file: IO[bytes], opened_by: int) -> None:
     _cancel(opened_by)
     if os.getpid() == opened_by:
         with contextlib.suppress(OSError):
+            # Another process may have removed this file, and have put its file in the same place.
             if os.path.samestat(os.fstat(file.fileno()), os.stat(file.name)):
                 os.remove(file.name)
     file.close()
@@ -175,5 +182,6 @@ def _remove(file: IO[bytes], opened_by: int) -> None:
 def _end(process: subprocess.Popen[bytes], started_by: int) -> None:
     if os.getpid() == started_by and process.stdin is not None:
         process.stdin.close()
+        # A guard that is stopped does not see that its input has ended.
         process.kill()
         process.wait()

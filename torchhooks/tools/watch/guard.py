@@ -19,6 +19,7 @@ _IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")  # a signal to the whole p
 
 
 def main(pid: int, look_secs: float, stacks: str) -> None:
+    # The training process may handle such a signal and save for minutes. It needs its guard until it ends.
     for name in _IGNORED:
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     limit, quiet = float("inf"), 0.0
@@ -27,6 +28,7 @@ def main(pid: int, look_secs: float, stacks: str) -> None:
             said = os.read(0, LIMIT.size * 512)
             if not said:
                 return  # it has ended, or its loop has
+            # Only the last number counts. A pipe never divides a write of eight bytes, so the last eight are whole.
             (limit,) = LIMIT.unpack(said[-LIMIT.size :])
             quiet = 0.0
         elif not _is_stopped(pid):
@@ -50,6 +52,7 @@ def _kill(pid: int, quiet: float, stacks: str) -> None:
         file=sys.stderr,
         flush=True,
     )
+    # A handler in Python, such as one of the loop for SIGTERM, would wait for the lock.
     os.kill(pid, signal.SIGKILL)
 
 

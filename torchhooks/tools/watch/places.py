@@ -41,6 +41,8 @@ _PROMPTS = ("code.", "getpass.", "click.termui.", "prompt_toolkit.", "ipykernel.
 # Functions between a call in the script and what it calls. Their names say nothing.
 _WRAPPERS = {"wrapper", "decorate_context", "_wrapped_call_impl", "_call_impl"}
 _COLLECTIVES = ("torch.distributed", "torch.nn.parallel.distributed")
+# The functions below are known by their names. If one is renamed, a report only says less, without an error. So a test
+# looks for each of them.
 HOOK_METHODS = {
     "torchhooks.loop.runner.Runner._begin_due": "before_run",
     "torchhooks.loop.runner.Runner._call_watchers": "before_run",
@@ -147,6 +149,7 @@ def _phase_at(frame: FrameType, name: str, state: LoopState, depth: int) -> str:
 def is_paused(frame: FrameType) -> bool:
     """Return whether a person has paused the thread with the innermost ``frame``: in a debugger, or at a prompt."""
     for called in _called(frame):
+        # A script may read its data from a pipe on stdin. Only a terminal has a person.
         if called is builtins.input or (called is sys.stdin and _is_terminal(sys.stdin)):
             return True
     for each in _outwards(frame):

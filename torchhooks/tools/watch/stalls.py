@@ -141,6 +141,7 @@ class Watch:
 
     def look(self) -> None:
         """Notice what was completed since the last look, or that nothing was for too long."""
+        # First, because this look may end early below, and every look has to set faulthandler's timer again.
         self._watch_the_lock()
         self._note_runs()
         counts = self._counts_now()
@@ -201,6 +202,7 @@ class Watch:
             logger.warning("the loop goes on, after it stood still for %d s", self._secs)
         self._stall, self._quiet, self._next, self._was_paused = None, 0, 0, False
         if was_stalled:
+            # This writes the run record, and the thread that looks must not wait for a disk.
             threading.Thread(target=self.on_change, name="torchhooks report", daemon=True).start()
         self._phase = "" if place is None else place.phase
         self._is_slow = not self._state.runs or (place is not None and place.is_slow)
@@ -269,6 +271,7 @@ class Watch:
                 return
         is_late = any(state.is_late for state in states)
         if not request and not is_late:
+            # At once, and not in the thread that reports: the next look would ask the ranks again.
             self._stall = _described(states)
         reporting = threading.Thread(
             target=self._report, args=(states, request, is_late), name="torchhooks report", daemon=True
@@ -293,6 +296,7 @@ class Watch:
         writing.start()
         writing.join(_WRITE_SECS)
         if self._aborts and not request:
+            # end_process() calls os._exit(), so multiprocessing does not end the workers of a DataLoader.
             kill_workers()
             end_process('the loop stands still, and stall_action is "abort"')
 
@@ -311,8 +315,10 @@ class Watch:
     def _write(self, states: Sequence[RankState], name: str, line: str) -> None:
         """Write the stacks of this rank, and on the chief the report."""
         rank, own = self._ranks.rank, states[self._ranks.rank if len(states) > 1 else 0]
+        # First, so that status says so now, and not with the next record, up to ten seconds later.
         self.on_change()
         if self._folder is None:
+            # faulthandler needs the number of a file, which an object that replaces sys.stderr may not have.
             faulthandler.dump_traceback(sys.__stderr__ or sys.stderr, all_threads=True)
             return
         folder = os.path.join(self._folder, name)
@@ -362,6 +368,7 @@ def _look_again(watch: weakref.ref[Watch], closed: threading.Event) -> None:
         except Exception as error:  # a disk that is full, for example: the training run goes on without a watch
             logger.warning("the loop is no longer watched for stalls", exc_info=error)
             return
+        # Or this variable would keep the watch for ever, and the thread would not end with a loop that was dropped.
         del found
 
 
