@@ -19,7 +19,7 @@ from torchhooks.hooks.counting import StepCounterHook
 from torchhooks.hooks.saving import CheckpointSaverHook, SummarySaverHook
 from torchhooks.lifecycle.hook import SessionRunHook
 from torchhooks.lifecycle.session import Scaffold
-from torchhooks.loop.arguments import check_hooks
+from torchhooks.lifecycle.settings import check_hooks
 from torchhooks.loop.monitored_loop import MonitoredLoop
 from torchhooks.ranks.ranks import checked_ranks
 

@@ -241,8 +241,8 @@ class Draws:
 def test_the_digest_draws_no_random_number(tmp_path: Path) -> None:
     with MonitoredLoop(lambda: 0.5, torch.nn.Linear(1, 1), state={"draws": Draws()}) as loop:
         torch.manual_seed(0)
-        first = digest_of_state(loop.session.training_state)
-        assert first == digest_of_state(loop.session.training_state)
+        first = digest_of_state(loop.session)
+        assert first == digest_of_state(loop.session)
         drawn = torch.rand(())
         torch.manual_seed(0)
         assert torch.equal(drawn, torch.rand(()))
@@ -254,7 +254,7 @@ def test_a_part_without_a_digest_is_taken_for_a_changed_one(tmp_path: Path) -> N
             raise RuntimeError("not now")
 
     with MonitoredLoop(lambda: 0.5, torch.nn.Linear(1, 1), state={"fails": Fails()}) as loop:
-        assert digest_of_state(loop.session.training_state) is None
+        assert digest_of_state(loop.session) is None
 
 
 def test_several_ranks_gather_once_for_a_decision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,8 +53,6 @@ from torchhooks.checkpoints.saving import Contents, check_is_visible, write
 from torchhooks.checkpoints.steps import gather_from_all, run_on_all
 from torchhooks.common.digests import digests
 from torchhooks.common.files import Disk
-from torchhooks.lifecycle.session import LoopServices
-from torchhooks.progress.loop_state import LoopState
 from torchhooks.ranks.ranks import LoopRanks
 from torchhooks.testing import log_lines
 from torchhooks.tools.run_record import NAME as RECORD_NAME
@@ -496,12 +494,12 @@ def test_parameters_are_compared_until_runs_have_changed_them(tmp_path: Path, mo
     number: dict[int, int] = {}
 
     def main(ranks: ThreadRanks, hub: Hub) -> None:
-        state, model = LoopState(), Experts(0)
-        session, saver = Session(model, ranks=connected(ranks), services=LoopServices(loop_state=state)), Saver()
+        model, saver = Experts(0), Saver()
+        session = Session(model, ranks=connected(ranks))
         # After the first two saves, no run was made; after the third one, none that changed a parameter, as while
         # gradients accumulate. The last two do not compare.
         for save, (runs, weight) in enumerate([(0, 0.0), (0, 0.0), (1, 0.0), (2, 1.0), (3, 2.0), (4, 3.0)]):
-            number[threading.get_ident()], state.runs = save, runs
+            number[threading.get_ident()], session.loop_state.runs = save, runs
             torch.nn.init.constant_(model.expert.weight, weight)
             saver.save(session, tmp_path / "model.ckpt", save)
 
@@ -996,7 +994,7 @@ def test_a_rank_that_does_not_see_the_folder_says_so(tmp_path: Path) -> None:
     (tmp_path / "model.ckpt-3" / "manifest.json").write_bytes(encoded(manifest))
 
     def main(ranks: ThreadRanks, hub: Hub) -> None:
-        read(make_session(connected(ranks)).training_state, lambda: (path, {}))
+        read(make_session(connected(ranks)), lambda: (path, {}))
 
     chief, other = in_threads(2, main)
     assert str(other).startswith(f"{path} cannot be read")

@@ -23,8 +23,8 @@ from torchhooks import (
     StopIfNoDecreaseHook,
 )
 from torchhooks.checkpoints.comparing import compare
+from torchhooks.checkpoints.contents import Gradients
 from torchhooks.checkpoints.saver import Saver, load_weights
-from torchhooks.checkpoints.training_state import Gradients
 from torchhooks.common.errors import CheckpointError
 from torchhooks.lifecycle.session import Session
 from torchhooks.testing import log_lines
@@ -396,7 +396,7 @@ def test_a_checkpoint_without_names_is_compared_as_before(tmp_path: Path) -> Non
     entries = torch.load(file, weights_only=True)
     del entries["parameter_names"], entries["num_threads"]
     with log_lines() as lines:
-        pairs, misfits = compare(in_order(2, 3, 0, 1).training_state, entries, without_rank=False)
+        pairs, misfits = compare(in_order(2, 3, 0, 1), entries, without_rank=False)
     assert (sorted(pairs), misfits, lines) == (["model", "optimizer"], {}, [])
 
 

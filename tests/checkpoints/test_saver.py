@@ -57,9 +57,7 @@ def make_session(
     hooks: Mapping[str, Any] | None = None,
     **state: Any,
 ) -> Session:
-    session = Session(model, optimizer, state)
-    vars(session)["hooks"] = dict(hooks or {})
-    return session
+    return Session(model, optimizer, state, hooks=dict(hooks or {}))
 
 
 def boxed(value: Any) -> Session:

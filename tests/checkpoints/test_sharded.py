@@ -33,10 +33,10 @@ from torchhooks import (
     load_weights,
 )
 from torchhooks.__main__ import main
+from torchhooks.checkpoints.contents import Gradients, belongs_to_rank, gradients_to_reduce
 from torchhooks.checkpoints.folder import Files, encoded, file_sums, read_manifest, verify
 from torchhooks.checkpoints.modules import renamed
 from torchhooks.checkpoints.restoring import load_gradients
-from torchhooks.checkpoints.training_state import Gradients, belongs_to_rank
 from torchhooks.common.files import Disk
 from torchhooks.fetches.names import canonical
 from torchhooks.ranks.ranks import is_sharded
@@ -228,9 +228,9 @@ def test_gradients_that_have_not_been_reduced_are_dropped_by_a_restore(tmp_path:
     path = Saver().save(session, tmp_path / "model.ckpt", 1)
     model.set_requires_gradient_sync(False)
     model(torch.ones(4, 2)).sum().backward()
-    assert session.training_state.unreduced_gradients()
+    assert gradients_to_reduce(session)
     Saver().restore(session, path)
-    assert not session.training_state.unreduced_gradients()
+    assert not gradients_to_reduce(session)
     assert session.gradients.split() == ({}, {})
 
 
@@ -242,7 +242,7 @@ def test_gradients_that_a_model_with_dtensors_has_no_place_for_are_dropped_with_
     model.weight = torch.nn.Parameter(distributed.tensor.distribute_tensor(model.weight.detach(), mesh))
     session = Session(model, torch.optim.SGD(model.parameters()))
     session.gradients = Gradients(session.optimizer)  # type: ignore[arg-type]
-    load_gradients(session.training_state, {"gradients": {"0": torch.ones(1, 1), "1": torch.ones(1)}})
+    load_gradients(session, {"gradients": {"0": torch.ones(1, 1), "1": torch.ones(1)}})
     assert model.weight.grad is None
     assert model.bias.grad is not None
     assert lines == [

@@ -573,7 +573,7 @@ def test_an_item_whose_digest_could_not_be_read_is_not_compared(tmp_path: Path, 
     assert saved["position"]["path"][0]["digest"] is not None
     saved["position"]["path"][0]["digest"] = None
     with MonitoredLoop(lambda: None) as loop:
-        loop.session.position.load_state_dict(saved["position"], saved["random"], None)  # type: ignore[union-attr]
+        loop.session.position.load_state_dict(saved["position"], saved["random"], None)
         assert over(loop, [4, 5, 6]) == [6]
     assert logged(lines) == []
 

@@ -33,8 +33,8 @@ from torchhooks import (
     unregister_extension,
 )
 from torchhooks.lifecycle.coordinator import Coordinator
-from torchhooks.lifecycle.extension import Training
 from torchhooks.lifecycle.settings import LoopSettings
+from torchhooks.progress.training_state import TrainingState
 
 Lines = list[tuple[str, str]]
 
@@ -85,7 +85,7 @@ class Recording(Extension):
         self.note("plan")
         return plan
 
-    def begin(self, training: Training, settings: LoopSettings) -> None:
+    def begin(self, training: TrainingState, settings: LoopSettings) -> None:
         self.note("begin")
 
     def start(self, session: Session) -> None:

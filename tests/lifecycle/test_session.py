@@ -1,5 +1,6 @@
 """The raw session, which hooks are given, and the scaffold that it is made from."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -7,11 +8,14 @@ import pytest
 import torch
 
 from torchhooks import (
+    AbortedError,
+    CheckpointSaverHook,
     FetchError,
     LifecycleError,
     LoggingTensorHook,
     MonitoredLoop,
     NoRunYetError,
+    PeriodicHook,
     Saver,
     Scaffold,
     Session,
@@ -329,3 +333,68 @@ def test_a_step_that_a_hook_sets_in_a_run_is_no_new_beginning() -> None:
         loop.run()
         loop.run()
         assert (loop.session.begun_at, loop.global_step) == (0, 128)
+
+
+# -- what a session shares with its loop ------------------------------------------------------------------------------
+
+
+def test_a_model_that_init_fn_sets_has_its_submodules_watched(model: torch.nn.Linear) -> None:
+    def init(scaffold: Scaffold, session: Session) -> None:
+        session.model = torch.nn.Sequential(model)
+
+    class Output(PeriodicHook):
+        fetches = "0:output"
+
+        def run_due(self, run_context: SessionRunContext, values: Any) -> None:
+            shapes.append(values.shape)
+
+    shapes: list[torch.Size] = []
+    hook = Output(every_n_steps=1)
+    with MonitoredLoop(lambda: model(torch.ones(3, 2)).sum(), hooks=[hook], scaffold=Scaffold(init)) as loop:
+        loop.run()
+    assert shapes == [(3, 1)]
+
+
+def test_a_recovery_makes_another_session_with_the_same_savers(tmp_path: Path) -> None:
+    fails = [False, True, True, False]
+
+    def step() -> None:
+        if fails.pop(0):
+            raise AbortedError
+
+    hooks = [CheckpointSaverHook(tmp_path, save_steps=1)]
+    with MonitoredLoop(step, hooks=hooks, checkpoint_dir=tmp_path) as loop:
+        loop.run()
+        first, savers = loop.session, [*loop.session.savers]
+        loop.run()
+        assert loop.session is not first
+        assert loop.session.position is first.position
+        assert loop.session.savers == savers
+
+
+def test_a_session_without_a_loop_restores_no_position_and_saves_none(tmp_path: Path) -> None:
+    with MonitoredLoop(half, hooks=[CheckpointSaverHook(tmp_path, save_steps=1)]) as loop:
+        for _ in loop.until_stop(range(2)):
+            for _ in loop.until_stop(range(3)):
+                loop.run()
+    session = Session()
+    Saver().restore_latest(session, tmp_path)
+    assert (session.global_step, session.epoch, session.why_finished) == (6, None, None)
+    assert session.position.state_dict() is None
+
+
+class Attached(PeriodicHook):
+    """A hook of a user, with a method of a name that other libraries use for their handlers."""
+
+    attached_to: object = None
+
+    def attach(self, model: object) -> None:
+        self.attached_to = model
+
+
+def test_a_hook_may_have_a_method_called_attach(model: torch.nn.Linear) -> None:
+    hook = Attached(every_n_steps=1)
+    hook.attach(model)
+    with MonitoredLoop(half, hooks=[hook]) as loop:
+        loop.run()
+    assert hook.attached_to is model

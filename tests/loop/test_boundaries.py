@@ -121,7 +121,7 @@ class OtherRanks:
 
     def stop(self) -> None:
         """Decide on a stop, as the ranks do at a meeting."""
-        self._loop._state.decide(Stop("asked", StoppedBy.HOOK))  # noqa: SLF001 - no other rank is there to do it
+        self._loop._training.loop_state.decide(Stop("asked", StoppedBy.HOOK))  # noqa: SLF001 - no other rank is there to do it
 
     def end_run(self) -> None:
         self._events.append(("agreement", self._loop.stop_reason))
@@ -636,7 +636,17 @@ def test_each_line_of_the_table_has_a_test() -> None:
     assert rows == list(LINES)
 
 
-METHODS = ["end_run", "after_run", "end_item", "should_stop", "end_step_fn", "close", "_notice_stop", "stop_at"]
+METHODS = [
+    "end_run",
+    "after_run",
+    "end_item",
+    "end_epoch",
+    "should_stop",
+    "end_step_fn",
+    "close",
+    "_notice_stop",
+    "stop_at",
+]
 """The methods whose statements are the lines of the table."""
 CONDITIONS = {"stop_at": 3}
 """How many statements at the beginning of a method say whether there is something to do."""

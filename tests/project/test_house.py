@@ -6,6 +6,7 @@ The layers of the packages are checked by import-linter, and private attributes 
 from __future__ import annotations
 
 import ast
+import dataclasses
 import json
 import re
 import types
@@ -19,6 +20,8 @@ from support.processes import run_program
 
 import torchhooks
 from torchhooks import hooks, loop
+from torchhooks.progress.loop_state import LoopState
+from torchhooks.progress.training_state import TrainingState
 
 IMPORT_BUDGET = 0.05  # of the time that torch takes: a slow machine is slow for both
 
@@ -170,3 +173,45 @@ def test_only_the_trigger_asks_a_timer() -> None:
         "torchhooks.hooks.profiling",  # TensorFlow's guess of the step
         "torchhooks.hooks.progress_bar",  # which is no periodic hook: it draws as often as a person can see
     }
+
+
+def assigned(module: str) -> Iterable[tuple[str, str, str]]:
+    """Yield each assignment of ``module`` to an attribute: the function, the object, and the attribute."""
+    for scope in [node for node in ast.walk(ast.parse(source(module))) if isinstance(node, ast.ClassDef)]:
+        for function in scope.body:
+            for node in ast.walk(function):
+                targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+                for target in targets if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)) else ():
+                    for each in target.elts if isinstance(target, ast.Tuple) else [target]:
+                        if isinstance(each, ast.Attribute):
+                            name = f"{scope.name}.{getattr(function, 'name', '')}"
+                            yield name, ast.unparse(each.value), each.attr
+
+
+def test_the_state_of_a_loop_is_set_by_its_methods_but_at_the_places_that_its_docstring_lists() -> None:
+    rows = re.findall(r"^    (``[A-Z].*?``|  ) +(.+)$", LoopState.__doc__ or "", re.MULTILINE)
+    listed: dict[str, set[str]] = {}
+    for where, what in rows:
+        place = where.strip("` ") or [*listed][-1]
+        listed.setdefault(place, set()).update(re.findall("``([a-z_]+)``", what))
+    parts = {"_begin_due": "begin", "_complete": "finish", "_after_run": "finish"}
+    found: dict[str, set[str]] = {}
+    for module in modules():
+        for function, owner, name in assigned(module):
+            if owner.rpartition(".")[2] in ("state", "loop_state", "_state") and name in LoopState.__slots__:
+                kind, _, method = function.partition(".")
+                place = "Body" if kind == "Body" else f"{kind}.{parts.get(method, method)}"
+                found.setdefault(place, set()).add(name)
+    assert found == {place: {name for name in names if name in LoopState.__slots__} for place, names in listed.items()}
+
+
+def test_no_part_of_a_training_state_is_replaced_from_outside() -> None:
+    names = {field.name for field in dataclasses.fields(TrainingState)}
+    owners = {"training", "session", "_training", "_session"}
+    replaced = [
+        (module, function, name)
+        for module in modules()
+        for function, owner, name in assigned(module)
+        if owner.rpartition(".")[2] in owners and name in names
+    ]
+    assert replaced == []

@@ -151,7 +151,7 @@ def test_a_checkpoint_saver_that_is_not_the_chief_opens_no_event_file(tmp_path: 
 
 def test_the_same_hook_writes_in_a_later_loop_of_one_process() -> None:
     hook = LoggingTensorHook(["loss"], every_n_secs=0)
-    hook.attach_ranks(ThreadRanks(Hub(2), 1, random.Random(0)), collective=True)
+    hook.attach_to_loop(ThreadRanks(Hub(2), 1, random.Random(0)), collective=True, checkpoint_dir=None)
     with log_lines() as lines, MonitoredLoop(lambda: 1.0, hooks=[hook], ranks=False) as loop:
         loop.run()
         loop.run()

@@ -67,9 +67,10 @@ from torchhooks import (
 )
 from torchhooks.common.files import Disk
 from torchhooks.common.log import logger
+from torchhooks.lifecycle.extension import LoopPlan
 from torchhooks.loop.rank_sync import RankSync
 from torchhooks.loop.schedule import Schedule as HookSchedule
-from torchhooks.progress.loop_state import LoopState, Stop, StoppedBy
+from torchhooks.progress.loop_state import Stop, StoppedBy
 from torchhooks.ranks.agreement import (
     BY_STOP_ITERATION,
     CLOSE,
@@ -553,10 +554,10 @@ def test_a_hook_that_is_due_by_the_clock_is_called_on_all_ranks_however_slow_one
 def test_two_decisions_before_the_training_thread_looks_both_count() -> None:
     ranks, hook = LoopRanks(Ranks()), Periodic(math.inf)
     ranks.size = 2
-    state = LoopState()
-    schedule = HookSchedule(state, [hook], ranks)
+    training = Session(ranks=ranks)
+    schedule = HookSchedule(training, LoopPlan(hooks=(hook,)), [True], [])
     schedule.start()
-    rank_sync = RankSync(ranks, schedule, state)
+    rank_sync = RankSync(training, schedule)
     handle = rank_sync.peers._handle  # noqa: SLF001 - a thread calls it, and no test can time it to come twice at once
     handle(Decision(0, 2, ()), [])  # the hook is due in run 1
     handle(Decision(1, STOP, (0,)), [Stop("asked", StoppedBy.CALLER).to_text(), ""])
@@ -871,8 +872,8 @@ def test_an_error_of_all_ranks_that_one_of_them_does_not_catch_ends_the_others()
 def test_a_thread_that_saves_waits_for_the_others_until_it_is_known_that_this_rank_has_failed(status: int) -> None:
     ranks = LoopRanks(Ranks())
     ranks.size = 2
-    state = LoopState()
-    peers = RankSync(ranks, HookSchedule(state, [], ranks), state).peers
+    training = Session(ranks=ranks)
+    peers = RankSync(training, HookSchedule(training, LoopPlan(), [], [])).peers
     peers._outcome = peers._outcome._replace(status=status)  # noqa: SLF001 - no test can time a save to wait just then
     assert (peers._why_not_to_wait() is None) is (status == RUN_FAILED)  # noqa: SLF001
 

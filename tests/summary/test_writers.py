@@ -7,10 +7,10 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import fsspec
 import pytest
@@ -25,18 +25,21 @@ from torchhooks import (
     SummarySaverHook,
     SummaryWriterCache,
 )
+from torchhooks.lifecycle.session import Session
 from torchhooks.summary import histogram
 from torchhooks.summary.writers import WriterTarget
 from torchhooks.testing import RecordingWriter, trace
 
 
-class Begun(NamedTuple):
+class Begun(Session):
     """A session in its first run."""
 
-    begun_at: int = 0
-    global_step: int = 1
-    was_restored: bool = False
-    metadata: Mapping[str, Any] = {}
+    def __init__(self, begun_at: int = 0, step: int = 1, restored: bool = False) -> None:
+        super().__init__()
+        self.global_step = begun_at
+        self.loop_state.outputs, self.loop_state.global_step = None, step
+        if restored:
+            self.begin_with_checkpoint()
 
 
 def opened(target: WriterTarget) -> Any:

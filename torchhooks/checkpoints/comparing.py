@@ -7,22 +7,23 @@ from typing import Any
 
 import torch
 
-from torchhooks.checkpoints.modules import Deciding, renamed
-from torchhooks.checkpoints.training_state import (
+from torchhooks.checkpoints.contents import (
     HOOKS,
     OPTIONAL,
     OWN_ENTRIES,
     RESERVED,
     Entries,
     Parts,
-    TrainingState,
+    parts_of,
     parts_of_rank,
 )
+from torchhooks.checkpoints.modules import Deciding, renamed
 from torchhooks.common.log import logger
 from torchhooks.common.stateful import Stateful
 from torchhooks.common.text import shortened, shown
 from torchhooks.common.trees import Tree
 from torchhooks.fetches.names import bare_optimizer, canonical
+from torchhooks.progress.training_state import TrainingState
 
 Pairs = dict[str, tuple[Stateful, Any]]
 """By the name of its entry, an object and the state to load into it."""
@@ -39,7 +40,7 @@ def compare(training: TrainingState, saved: Entries, *, without_rank: bool) -> t
     A hook may be in one of both only: see :func:`hooks_of_one`. With ``without_rank``, leave out the objects that have
     another state on each rank.
     """
-    parts: Parts = training.parts()
+    parts: Parts = parts_of(training)
     if without_rank:
         own = parts_of_rank(parts)
         parts = {name: part for name, part in parts.items() if name not in own}

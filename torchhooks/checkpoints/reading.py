@@ -9,6 +9,7 @@ import torch
 from torch.nn.modules.module import _IncompatibleKeys
 
 from torchhooks.checkpoints.comparing import compare_module
+from torchhooks.checkpoints.contents import Entries, parts_of
 from torchhooks.checkpoints.folder import (
     Checkpoint,
     file_of_rank,
@@ -22,12 +23,12 @@ from torchhooks.checkpoints.folder import (
 )
 from torchhooks.checkpoints.modules import renamed
 from torchhooks.checkpoints.sharded import like_own, read_tensors
-from torchhooks.checkpoints.training_state import Entries, TrainingState
 from torchhooks.common.errors import CheckpointError, DamagedCheckpointError, brief, interrupt_in
 from torchhooks.common.files import place
 from torchhooks.common.log import logger
 from torchhooks.common.text import shortened, shown
 from torchhooks.common.trees import Tree
+from torchhooks.progress.training_state import TrainingState
 from torchhooks.ranks.ranks import reshard
 
 _Path = str | os.PathLike[str]
@@ -269,7 +270,7 @@ def _read_folder(folder: str, training: TrainingState | None) -> Entries:
     Without ``training``, and for parts that are not sharded in it, tensors are whole. Tensors of modules, which loading
     copies, are read from the file when they are used, and so is everything without ``training``.
     """
-    saved, parts = _read_file(folder, 0), {} if training is None else training.parts()
+    saved, parts = _read_file(folder, 0), {} if training is None else parts_of(training)
     if training is not None:
         # Objects other than modules may keep the tensors that they load, as optimizers do. Those must not stay in the
         # mapped file: if another process cuts the file short later, the system ends this process when it reads there.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,17 +22,19 @@ from torchhooks.checkpoints.comparing import (
     hooks_of_one,
     lines_of,
 )
-from torchhooks.checkpoints.folder import inspect
-from torchhooks.checkpoints.reading import load_file, read_checkpoint
-from torchhooks.checkpoints.sharded import like_own
-from torchhooks.checkpoints.steps import gather_from_all, run_on_all, writes_for_all
-from torchhooks.checkpoints.training_state import (
+from torchhooks.checkpoints.contents import (
     ENTRIES_OF_EACH_RANK,
     HOOKS,
     Entries,
-    TrainingState,
+    gradients_to_reduce,
+    parts_of,
     parts_of_rank,
 )
+from torchhooks.checkpoints.folder import inspect
+from torchhooks.checkpoints.reading import load_file, read_checkpoint
+from torchhooks.checkpoints.savers import wait_for_savers
+from torchhooks.checkpoints.sharded import like_own
+from torchhooks.checkpoints.steps import gather_from_all, run_on_all, writes_for_all
 from torchhooks.common.digests import TooManyValuesError, atom_text, digests
 from torchhooks.common.errors import CheckpointError, add_note
 from torchhooks.common.log import logger
@@ -43,6 +46,7 @@ from torchhooks.common.trees import Tree
 from torchhooks.data.cursor import SavedCursor
 from torchhooks.data.position import outer_position
 from torchhooks.fetches.names import canonical
+from torchhooks.progress.training_state import TrainingState
 from torchhooks.ranks.ranks import is_sharded
 
 _NOT_STRICT = "MonitoredLoop(..., scaffold=Scaffold(saver=Saver(strict=False)))"
@@ -64,7 +68,6 @@ def restore(
     choose: Callable[[], tuple[str, Entries] | None],
     *,
     strict: bool,
-    wait: Callable[[], object],
 ) -> str | None:
     """Load the checkpoint that ``choose()`` returns, and return its path; ``None`` if there is none.
 
@@ -74,7 +77,6 @@ def restore(
         training: what is restored.
         choose: called on the chief. Returns the path of an undamaged checkpoint and its entries.
         strict: whether a checkpoint that does not match is an error.
-        wait: waits for all savers of the session on this rank, before the checkpoint is read a second time.
     """
     ranks = training.ranks
     checkpoint = read(training, choose)
@@ -89,8 +91,8 @@ def restore(
         load(training, checkpoint, pairs, strict)
         # After load(): the loaded position says whether code is repeated. SecondLoad marks what was loaded, to see what
         # the script changes from now on.
-        if training.position is not None and training.position.repeats_code:
-            training.position.second_load = SecondLoad(training, checkpoint.path, pairs, strict, wait)
+        if training.position.repeats_code:
+            training.position.repeat_code_before(SecondLoad(training, checkpoint.path, pairs, strict))
         if checkpoint.is_whole:
             set_random_states(checkpoint.entries["random"])  # last, because all else may draw random numbers
 
@@ -152,7 +154,7 @@ def _select_for_rank(training: TrainingState, path: str, saved: Entries) -> Rank
     own = {name for name in saved if name in ENTRIES_OF_EACH_RANK or name.startswith(HOOKS)}.union(*others)
     own.discard("parameter_names")  # the chief's contains those of shared optimizers
     is_whole = len(others) + 1 == training.ranks.size
-    for name, part in parts_of_rank(training.parts()).items():
+    for name, part in parts_of_rank(parts_of(training)).items():
         is_shared = is_whole and isinstance(part, (torch.nn.Module, torch.optim.Optimizer))
         if not is_shared or not others:  # else it was saved before the script set its per_rank
             own.add(name)
@@ -208,8 +210,7 @@ def _replaced_hyperparameters(training: TrainingState, pairs: Pairs) -> list[str
 
 def _without_iterated(training: TrainingState, pairs: Pairs) -> Pairs:
     """Leave out loaders that are being iterated: they continue where they are, and cannot take back their items."""
-    position = training.position
-    return {name: pair for name, pair in pairs.items() if position is None or not position.iterates(pair[0])}
+    return {name: pair for name, pair in pairs.items() if not training.position.iterates(pair[0])}
 
 
 def _without_hooks(training: TrainingState, pairs: Pairs) -> Pairs:
@@ -226,11 +227,10 @@ def load(training: TrainingState, checkpoint: RankEntries, pairs: Pairs, strict:
     for name, (part, state) in pairs.items():
         _load_part(name, part, like_own(part, state), checkpoint.path, strict)
     load_gradients(training, saved)
-    training.global_step, training.total_runs = saved["global_step"], saved["runs"]
+    training.loop_state.restore(saved["global_step"], saved["runs"])
     if checkpoint.is_whole:
-        training.running_values.load_state_dict(saved.get("running_values"))
-    if training.position is not None:
-        training.position.load_state_dict(saved.get("position"), saved.get("random"), checkpoint.finished)
+        training.accumulated.load_state_dict(saved.get("running_values"))
+    training.position.load_state_dict(saved.get("position"), saved.get("random"), checkpoint.finished)
 
 
 def _load_part(name: str, part: Stateful, state: Tree, path: str, strict: bool) -> None:
@@ -265,7 +265,7 @@ def load_gradients(training: TrainingState, saved: Entries) -> None:
     whole = {str(number) for number, each in enumerate(gradients.parameters()) if not is_sharded(each)}
     fit = {number: gradient for number, gradient in own.items() if number in whole}
     gradients.load_state_dict({**shards, **fit} or None)
-    for owner, name in training.unreduced_gradients():
+    for owner, name in gradients_to_reduce(training):
         setattr(owner, name, None)
     if len(fit) < len(own):
         logger.warning("gradients that had accumulated in a model that was sharded in another way are dropped")
@@ -280,7 +280,7 @@ def _warn_of_buckets(training: TrainingState) -> None:
     ranks = training.ranks
     if ranks.size < 3 or not writes_for_all(ranks) or not training.global_step or "buckets" in training.warned:
         return
-    for name, part in training.parts().items():
+    for name, part in parts_of(training).items():
         if not isinstance(part, torch.nn.parallel.DistributedDataParallel):
             continue
         is_fixed = part.find_unused_parameters and not part.static_graph
@@ -342,13 +342,10 @@ class SecondLoad:
         path: the checkpoint.
         pairs: what was loaded of it.
         strict: whether what does not match any more is left alone.
-        wait: waits for all savers of the session on this rank: a hook may save with another one than the session's.
     """
 
-    def __init__(
-        self, training: TrainingState, path: str, pairs: Pairs, strict: bool, wait: Callable[[], object]
-    ) -> None:
-        self._training, self._path, self._strict, self._wait = training, path, strict, wait
+    def __init__(self, training: TrainingState, path: str, pairs: Pairs, strict: bool) -> None:
+        self._training, self._path, self._strict = training, path, strict
         # Not the loaders: one may start its workers to tell its state.
         loaded = {name: part for name, (part, _) in _without_hooks(training, pairs).items()}
         self._parts = {name: part for name, part in loaded.items() if not _is_loader(part)}
@@ -369,8 +366,9 @@ class SecondLoad:
     def load(self, runs_were_made: bool) -> None:
         """Load the checkpoint again, except for what is kept, hooks, and data that are being iterated."""
         training, path = self._training, self._path
-        # The first save of the session may be replacing the checkpoint in the background.
-        run_on_all(training.ranks, "wait for the savers", self._wait)
+        # The first save of the session may be replacing the checkpoint in the background. Wait for all savers: a hook
+        # may save with another one than the session's.
+        run_on_all(training.ranks, "wait for the savers", partial(wait_for_savers, training))
         # It is read again: optimizers keep the tensors that they were given, and have changed them in place.
         checkpoint = read(training, lambda: (path, read_checkpoint(path, training)))
         assert checkpoint is not None  # choosing it returned a path
@@ -388,10 +386,9 @@ class SecondLoad:
         # Runs on the way have counted steps, which are undone. Without such a run, a step that the script has set since
         # the restore stays.
         if runs_were_made:
-            training.global_step = checkpoint.entries["global_step"]
-            training.total_runs = checkpoint.entries["runs"]
+            training.loop_state.restore(checkpoint.entries["global_step"], checkpoint.entries["runs"])
             if checkpoint.is_whole:
-                training.running_values.load_state_dict(checkpoint.entries.get("running_values"))
+                training.accumulated.load_state_dict(checkpoint.entries.get("running_values"))
 
     def _without_misfits(self, pairs: Pairs, misfits: Misfits) -> Pairs:
         """Leave out, with a warning, what no longer fits, such as an optimizer with one more parameter group."""

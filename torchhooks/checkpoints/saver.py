@@ -1,7 +1,7 @@
 """Saver: writes the whole state of a training run to a folder, and restores it.
 
 :mod:`torchhooks.checkpoints.saving` and :mod:`torchhooks.checkpoints.restoring` have the two flows, and
-:mod:`torchhooks.checkpoints.training_state` says what a checkpoint contains;
+:mod:`torchhooks.checkpoints.contents` says what a checkpoint contains;
 ``torch.load("run/model.ckpt-700/state.pt")`` reads it without this library. How checkpoints are written atomically,
 ordered and found again is described in :mod:`torchhooks.checkpoints.folder`.
 """
@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
 
+from torchhooks.checkpoints.contents import Entries, parts_of, tensors_of
 from torchhooks.checkpoints.folder import (
     Checkpoint,
     Folder,
@@ -35,16 +35,17 @@ from torchhooks.checkpoints.reading import (
     scored_checkpoints,
 )
 from torchhooks.checkpoints.restoring import restore
+from torchhooks.checkpoints.savers import Refusal
 from torchhooks.checkpoints.saving import Contents, check_is_visible, collect, write_checkpoint
 from torchhooks.checkpoints.sharded import sharded_parts
 from torchhooks.checkpoints.steps import gather_from_all, run_on_all, writes_for_all
-from torchhooks.checkpoints.training_state import Entries, HasTrainingState
 from torchhooks.common.checks import seconds, whole_number
 from torchhooks.common.errors import CheckpointError, PeerError, add_note, brief, interrupt_in
 from torchhooks.common.files import Disk, place
 from torchhooks.common.log import logger
 from torchhooks.common.text import call_repr
 from torchhooks.device.snapshot import Size, Snapshot, SnapshotMemory, place_of
+from torchhooks.progress.training_state import TrainingState
 from torchhooks.ranks.ranks import LoopRanks, Ranks
 
 __all__ = [
@@ -60,9 +61,6 @@ __all__ = [
 ]
 
 _Path = str | os.PathLike[str]
-
-Refusal = Callable[[], str | None]
-"""Returns why the state must not be saved, or ``None``."""
 
 
 class Saver:
@@ -119,7 +117,7 @@ class Saver:
         # Both threads use the folders and the memory, one at a time: a save first waits for the one before it.
         self._folders: dict[str, Folder] = {}
         self._memory = SnapshotMemory()
-        self._unseen: list[Size] = []  # of the last snapshot: what training.tensors() does not tell of
+        self._unseen: list[Size] = []  # of the last snapshot: what tensors_of(session) does not tell of
         self._background = BackgroundWriter()
         # With several ranks, the first checkpoint in a folder, until every rank has looked whether it sees it.
         self._to_see: str | None = None
@@ -127,7 +125,7 @@ class Saver:
 
     def save(
         self,
-        session: HasTrainingState,
+        session: TrainingState,
         path: _Path,
         global_step: int,
         *,
@@ -160,8 +158,7 @@ class Saver:
                 are unchanged.
         """
         prefix, step = _checked_path(path), whole_number(global_step, "global_step", 0)
-        training = session.training_state
-        if training.is_repeating:
+        if session.position.is_repeating:
             logger.info("no checkpoint of step %d: the loop in which the restored one was saved has not begun", step)
             return f"{prefix}-{step}"
         # Before the state is read: the thread before still reads the memory for copies, and its error is known only
@@ -169,14 +166,14 @@ class Saver:
         earlier = self._background.wait()
         try:
             # With async_save, a rank cannot look for the first checkpoint when save() returns. Now it has been written.
-            self._look_for_first(training.ranks)
-            ranks, parts = training.ranks, training.parts()
+            self._look_for_first(session.ranks)
+            ranks, parts = session.ranks, parts_of(session)
             sharded = sharded_parts(parts)
             writes = bool(sharded) or writes_for_all(ranks)
             snapshot = Snapshot(self._memory) if (async_save or self.async_save) and writes else None
-            contents = collect(training, parts, sharded, score, snapshot)
+            contents = collect(session, parts, sharded, score, snapshot)
             if snapshot is not None:
-                self._unseen = snapshot.sizes_without({*map(place_of, training.tensors())})
+                self._unseen = snapshot.sizes_without({*map(place_of, tensors_of(session))})
             # Without shards the chief has everything by now, and writes alone: each step of the write is its own then.
             writers = ranks if sharded else LoopRanks(ranks, alone=True)
             if snapshot is not None:
@@ -210,7 +207,7 @@ class Saver:
             raise
         return f"{prefix}-{step}"
 
-    def prepare(self, session: HasTrainingState) -> bool:
+    def prepare(self, session: TrainingState) -> bool:
         """Return whether a save in the background finds memory for its copy. If not, a thread begins to allocate it.
 
         A save copies the state from a device into pinned memory, which takes two thirds of a second to allocate for
@@ -224,11 +221,10 @@ class Saver:
         Args:
             session: what will be saved.
         """
-        training = session.training_state
-        places = dict.fromkeys(map(place_of, training.tensors()))
+        places = dict.fromkeys(map(place_of, tensors_of(session)))
         return self._memory.prepare([*((device.type, nbytes) for device, _, nbytes in places), *self._unseen])
 
-    def mark_finished(self, session: HasTrainingState, path: _Path, global_step: int) -> None:
+    def mark_finished(self, session: TrainingState, path: _Path, global_step: int) -> None:
         """Have the checkpoint that :meth:`save` has just written say that the training run is finished, and why.
 
         Only its manifest changes. With several ranks, every rank calls this. Does nothing if the checkpoint is not
@@ -237,19 +233,18 @@ class Saver:
         Raises:
             CheckpointError: it could not be written.
         """
-        training = session.training_state
-        why = None if training.position is None else training.position.why_finished
-        self._wait_on_all(training.ranks)  # it may still be being written
+        why = session.why_finished
+        self._wait_on_all(session.ranks)  # it may still be being written
 
         def mark() -> None:
             folder, name = os.path.split(os.path.abspath(f"{_checked_path(path)}-{global_step}"))
-            if why is not None and writes_for_all(training.ranks) and folder in self._folders:
+            if why is not None and writes_for_all(session.ranks) and folder in self._folders:
                 with _as_checkpoint_errors(os.path.join(folder, name)), suppress(FileNotFoundError):
                     self._folders[folder].mark_finished(name, why)
 
-        run_on_all(training.ranks, "say that the training run is finished", mark)
+        run_on_all(session.ranks, "say that the training run is finished", mark)
 
-    def restore(self, session: HasTrainingState, path: _Path) -> None:
+    def restore(self, session: TrainingState, path: _Path) -> None:
         """Load the checkpoint at ``path``, as returned by ``save``. Everything is checked before anything is loaded.
 
         Tensors are loaded to the devices of those in the session, wherever they were saved from. Random states are set
@@ -260,17 +255,17 @@ class Saver:
             DamagedCheckpointError: the checkpoint is missing or damaged. :meth:`restore_latest` uses an older one.
             CheckpointError: it does not match the session, or could run code.
         """
-        checkpoint, training = place(path), session.training_state
+        checkpoint = place(path)
 
         def choose() -> tuple[str, Entries]:
             put_back(os.path.dirname(checkpoint) or os.curdir)
-            return checkpoint, read_checkpoint(checkpoint, training)
+            return checkpoint, read_checkpoint(checkpoint, session)
 
         # The checkpoint may be the one that the background thread is still writing.
-        self._wait_on_all(training.ranks)
-        restore(training, choose, strict=self._strict, wait=session.wait_for_savers)
+        self._wait_on_all(session.ranks)
+        restore(session, choose, strict=self._strict)
 
-    def restore_latest(self, session: HasTrainingState, directory: _Path) -> str | None:
+    def restore_latest(self, session: TrainingState, directory: _Path) -> str | None:
         """Load the newest checkpoint in ``directory`` that is not damaged, with a warning for each damaged one.
 
         Returns:
@@ -279,14 +274,13 @@ class Saver:
         Raises:
             CheckpointError: there are checkpoints and all are damaged, or the newest undamaged one does not match.
         """
-        training = session.training_state
-        self._wait_on_all(training.ranks)
-        choose = partial(read_newest, directory, training)
-        return restore(training, choose, strict=self._strict, wait=session.wait_for_savers)
+        self._wait_on_all(session.ranks)
+        choose = partial(read_newest, directory, session)
+        return restore(session, choose, strict=self._strict)
 
-    def wait_for_all(self, session: HasTrainingState) -> None:
+    def wait_for_all(self, session: TrainingState) -> None:
         """Call :meth:`wait` on every rank of ``session``, and raise on all of them if one of them raised."""
-        self._wait_on_all(session.training_state.ranks)
+        self._wait_on_all(session.ranks)
 
     def wait(self) -> None:
         """Wait for a checkpoint that is being written by this process, and raise the error if it failed."""
@@ -466,83 +460,6 @@ def _as_checkpoint_errors(path: str) -> Iterator[None]:
 
 def _first_reason(refusals: Iterable[Refusal]) -> str | None:
     return next((reason for refusal in refusals if (reason := refusal()) is not None), None)
-
-
-SessionT = TypeVar("SessionT", contravariant=True)
-"""A session. The protocols below leave its class open, which is defined in a higher package."""
-
-
-class SavesCheckpoints(Protocol[SessionT]):
-    """What a CheckpointSaverHook needs of its saver. :class:`AnySaver` says what it may have besides."""
-
-    def save(self, session: SessionT, path: str, global_step: int, /) -> str: ...
-
-
-class RestoresCheckpoints(SavesCheckpoints[SessionT], Protocol[SessionT]):
-    """What a loop with a ``checkpoint_dir`` needs of the saver of its scaffold."""
-
-    def save(self, session: SessionT, path: _Path, global_step: int, /) -> str: ...
-    def restore(self, session: SessionT, path: _Path, /) -> object: ...
-    def restore_latest(self, session: SessionT, directory: _Path, /) -> str | None: ...
-
-
-class AnySaver(Generic[SessionT]):
-    """A saver that the script has given, with a default for each attribute that one of its own need not have.
-
-    Args:
-        given: a Saver, or an object with ``save``. Of the other attributes of a Saver it may have any.
-    """
-
-    def __init__(self, given: SavesCheckpoints[SessionT]) -> None:
-        self._given: Any = given
-
-    @property
-    def async_save(self) -> bool:
-        """Whether the saver writes in the background."""
-        return bool(getattr(self._given, "async_save", False))
-
-    @property
-    def is_writing(self) -> bool:
-        """Whether the saver still writes the checkpoint before."""
-        return bool(getattr(self._given, "is_writing", False))
-
-    def prepare(self, session: SessionT) -> bool:
-        """Return whether a save in the background finds memory. If not, the saver begins to allocate it."""
-        return not hasattr(self._given, "prepare") or bool(self._given.prepare(session))
-
-    def save(
-        self, session: SessionT, path: str, global_step: int, *, refusals: Iterable[Refusal], async_save: bool
-    ) -> str:
-        """Save, with those of the arguments that are needed: a saver of the script's own need not have them."""
-        options: dict[str, object] = {"refusals": refusals} if refusals else {}
-        if async_save:
-            options["async_save"] = True
-        saved: str = self._given.save(session, path, global_step, **options)
-        return saved
-
-    def mark_finished(self, session: SessionT, path: str, global_step: int) -> bool:
-        """Have the checkpoint that was just saved say that the training run is finished; return whether it does."""
-        if not hasattr(self._given, "mark_finished"):
-            return False
-        self._given.mark_finished(session, path, global_step)
-        return True
-
-    def wait(self) -> None:
-        """Wait for a checkpoint that is being written."""
-        if hasattr(self._given, "wait"):
-            self._given.wait()
-
-    def wait_for_all(self, session: SessionT) -> None:
-        """Wait on every rank, and raise on all of them if one raised."""
-        if hasattr(self._given, "wait_for_all"):
-            self._given.wait_for_all(session)
-        else:
-            self.wait()
-
-    def close(self) -> None:
-        """Release what the saver has."""
-        if hasattr(self._given, "close"):
-            self._given.close()
 
 
 def _checked_retention(max_to_keep: int | None, every_n_hours: float | None) -> Retention:

@@ -2,7 +2,7 @@
 
 :func:`collect` reads the state of the training run, in the training thread. :func:`write_checkpoint` has every rank
 write its part into a temporary folder, and commits the folder, in a background thread with ``async_save``. What the
-chief and the other ranks write is in the table of :mod:`torchhooks.checkpoints.training_state`; when a folder is a
+chief and the other ranks write is in the table of :mod:`torchhooks.checkpoints.contents`; when a folder is a
 checkpoint, in :mod:`torchhooks.checkpoints.folder`.
 """
 
@@ -22,10 +22,10 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from torchhooks.checkpoints.comparing import OF_ONE_CLASS, class_name, parameter_names
+from torchhooks.checkpoints.contents import Entries, Parts, gradients_to_reduce, parts_of, parts_of_rank
 from torchhooks.checkpoints.folder import MANIFEST, Files, Folder, as_json, file_of_rank, file_sums
 from torchhooks.checkpoints.sharded import ShardWriter, sharded_parts, shards_of, split
 from torchhooks.checkpoints.steps import gather_from_all, run_on_all, writes_for_all
-from torchhooks.checkpoints.training_state import Entries, Parts, TrainingState, parts_of_rank
 from torchhooks.common.digests import digest, digests, has_plain_elements
 from torchhooks.common.errors import CheckpointError, add_note
 from torchhooks.common.files import CHUNK, Disk
@@ -37,6 +37,7 @@ from torchhooks.common.trees import Tree
 from torchhooks.data.variables import Variables
 from torchhooks.device.snapshot import Snapshot, plain_tensor
 from torchhooks.fetches.names import bare_optimizer, canonical
+from torchhooks.progress.training_state import TrainingState
 from torchhooks.ranks.ranks import Ranks
 
 _VISIBLE_SECS = 10.0  # within which a network file system shows what another process has closed
@@ -92,7 +93,7 @@ def collect(
         manifest: dict[str, object] = {
             "world_size": ranks.size if ranks.is_connected else 1,
             "score": None if score is None else float(score),
-            "finished": None if training.position is None else training.position.why_finished,
+            "finished": training.why_finished,
             "metadata": as_json(training.metadata),
         }
         return Contents(entries, shards if snapshot is None else _copied_tree(shards), manifest)
@@ -140,10 +141,10 @@ def _entries(
             entries["metadata"] = plain(training.metadata, ("metadata",))
     if gradients:
         entries["gradients"] = plain(gradients, ("gradients",))
-    running_values = training.running_values.state_dict()
+    running_values = training.accumulated.state_dict()
     if running_values is not None:
         entries["running_values"] = plain(running_values, ("running_values",))
-    position = None if training.position is None else training.position.state_dict()
+    position = training.position.state_dict()
     if position is not None:
         entries["position"] = {**position, "loaders": plain(position["loaders"], ("position", "loaders"))}
     if plain.problems:
@@ -171,12 +172,12 @@ def digest_of_state(training: TrainingState) -> str | None:
     """
     before = random_states()
     try:
-        parts = training.parts()
+        parts = parts_of(training)
         own = parts if writes_for_all(training.ranks) else parts_of_rank(parts)
         states = {name: part.state_dict() for name, part in {**own, **sharded_parts(parts)}.items()}
         gradients = None if training.gradients is None else training.gradients.state_dict()
-        position = None if training.position is None else training.position.state_dict()
-        return digest([states, gradients, training.running_values.state_dict(), position, training.total_runs])
+        position = training.position.state_dict()
+        return digest([states, gradients, training.accumulated.state_dict(), position, training.total_runs])
     except Exception:  # a part that has no state just now, or more values than are read: its contents are unknown
         return None
     finally:
@@ -298,7 +299,7 @@ def _copied_tree(tree: Tree) -> Tree:
 
 def _warn_of_unreduced(training: TrainingState) -> None:
     """Log a warning, once, if a checkpoint is saved without gradients that FSDP2 has not reduced yet."""
-    if "unreduced" in training.warned or not writes_for_all(training.ranks) or not training.unreduced_gradients():
+    if "unreduced" in training.warned or not writes_for_all(training.ranks) or not gradients_to_reduce(training):
         return
     training.warned.add("unreduced")
     logger.warning(

@@ -27,9 +27,9 @@ from torch.utils.hooks import RemovableHandle
 
 from torchhooks.checkpoints.modules import Deciding
 from torchhooks.common.text import shortened
-from torchhooks.data.position import RunCounter
 from torchhooks.data.variables import Variables
 from torchhooks.fetches.names import parameters_of
+from torchhooks.progress.loop_state import LoopState
 
 _MOST_OBJECTS = 100_000  # which takes up to 0.1 s: state may have a replay buffer of millions
 
@@ -50,15 +50,15 @@ class UnsavedParts:
     """Notes which optimizers, scalers and averages change in the runs of one loop, and are of no open loop.
 
     Args:
-        counter: counts the runs.
+        loop_state: counts the runs.
         is_of_a_loop: returns whether an object is part of this loop, or of another open one.
         parts: the objects that the loop saves, as they are when it is created, by name.
     """
 
     def __init__(
-        self, counter: RunCounter, is_of_a_loop: Callable[[object], bool], parts: Mapping[str, object]
+        self, loop_state: LoopState, is_of_a_loop: Callable[[object], bool], parts: Mapping[str, object]
     ) -> None:
-        self._counter, self._is_of_a_loop = counter, is_of_a_loop
+        self._loop_state, self._is_of_a_loop = loop_state, is_of_a_loop
         self._created = {name: _signature(part) for name, part in parts.items()}
         self._changing: dict[int, _Changing] = {}
         _observe(self)
@@ -75,7 +75,7 @@ class UnsavedParts:
 
     def note(self, part: object) -> None:
         """Note that ``part`` changes now. Called for all optimizers, scalers and averages of the process."""
-        key, run = id(part), self._counter.runs
+        key, run = id(part), self._loop_state.runs
         known = self._changing.get(key)
         if known is None:
             # Forgotten with the object: another one may get the same id.

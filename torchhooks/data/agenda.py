@@ -93,11 +93,11 @@ class Agenda:
             _call(who, self.stop_calls[who])
 
     def end_epoch(self, ended: int) -> None:
-        """Note that an epoch has ended, the one with the number ``ended``, counted from 1."""
+        """Note that an epoch has ended, after which there are ``ended``: ``loop.epoch`` of that one is one less."""
         self.epochs_ended = ended
 
     def take_epoch(self) -> int | None:
-        """Return the number of the epoch that has ended, once; ``None`` if the hooks were called for it."""
+        """Return how many epochs have ended, once; ``None`` if the hooks were called for the last of them."""
         ended, self.epochs_ended = self.epochs_ended, None
         return ended
 

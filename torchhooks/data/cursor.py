@@ -38,13 +38,6 @@ IN_MEMORY = (range, list, tuple)
 """What draws no random numbers, and what a later process may pass with more items at its end."""
 
 
-def shortened_limit(depth: int, limit: int | None, most_items: tuple[int, int] | None) -> int | None:
-    """Return the greatest number of items that a loop may take, of ``limit`` and of ``most_items``, for one depth."""
-    if most_items is None or depth != most_items[0]:
-        return limit
-    return most_items[1] if limit is None else min(limit, most_items[1])
-
-
 class CursorState(Enum):
     """Where the body of a loop is. A checkpoint has the value."""
 
@@ -255,6 +248,12 @@ class Cursor:
             self.last, self.before, self.random_between = saved.last, saved.before, saved.random_between
             self.random_at_item = saved.random_at_item if saved.taken != taken else None
 
+    def take_at_most(self, limit: int | None, most_items: tuple[int, int] | None) -> None:
+        """Limit the items of the loop to ``limit``, and at the depth that ``most_items`` names to its number."""
+        if most_items is not None and self.depth == most_items[0]:
+            limit = most_items[1] if limit is None else min(limit, most_items[1])
+        self.limit = limit
+
     def take(self, item: object, runs: int) -> None:
         """Record that the body begins with ``item``, after ``runs`` runs."""
         if runs - self.runs > 1:
@@ -377,6 +376,14 @@ class DataWaits:
         self.depth = 0
         """How many ``until_stop`` loops are open."""
         self.secs: dict[int, float] = {}  # never another dict: until_stop holds this one
+
+    def enter(self) -> None:
+        """Note that a loop begins, inside of the open ones."""
+        self.depth += 1
+
+    def leave(self) -> None:
+        """Note that the innermost loop is over."""
+        self.depth -= 1
 
     def total(self) -> float | None:
         """Return how long all loops have waited since the first call at their depth; ``None`` if there was none."""

@@ -36,6 +36,7 @@ from torchhooks.data.cursor import (
 )
 from torchhooks.data.loaders import Loaders
 from torchhooks.data.resuming import Plan, Way, is_over, lines_of, plan_resume, remaining, started
+from torchhooks.progress.loop_state import LoopState
 
 T = TypeVar("T")
 
@@ -70,12 +71,6 @@ class Finish(NamedTuple):
     """How many runs this process had made. One more makes it void."""
 
 
-class RunCounter(Protocol):
-    """What counts the runs of a loop: its state."""
-
-    runs: int
-
-
 class CheckpointReload(Protocol):
     """What loads the checkpoint again: :class:`torchhooks.checkpoints.restoring.SecondLoad`."""
 
@@ -105,12 +100,13 @@ class DataPosition:
     """The cursors of one loop, and the restored position that its next ``until_stop`` resumes.
 
     Args:
-        counter: counts the runs.
+        loop_state: counts the runs.
         state: what else is in the loop's checkpoints.
+        resumes: whether there is a loop that continues from a restored position.
     """
 
-    def __init__(self, counter: RunCounter, state: Mapping[str, Stateful]) -> None:
-        self._counter = counter
+    def __init__(self, loop_state: LoopState, state: Mapping[str, Stateful], *, resumes: bool = True) -> None:
+        self._loop_state, self._resumes = loop_state, resumes
         self._loaders = Loaders(state)
         self._root = Cursor(None, None, 0)
         self._open: list[Cursor] = []
@@ -127,7 +123,7 @@ class DataPosition:
         self._random: Saved | None = None  # None if another number of ranks has saved it
         self._continues_epoch = False
         self.second_load: CheckpointReload | None = None
-        """What to call where the checkpoint's loop continues; ``restore`` sets it if :attr:`repeats_code`."""
+        """What to call where the checkpoint's loop continues; ``None`` if no code before it is repeated."""
         self.way_back = Return.DONE
         """Where the script is on its way to the checkpoint's loop."""
         self.items_without_run = 0
@@ -169,7 +165,7 @@ class DataPosition:
     def trained_loop(self) -> Cursor | None:
         """The outermost loop in which the last run was made; ``None`` if there was none, as after a restart."""
         last = self._root.inner
-        return last if last is not None and self._counter.runs > last.runs_before else self._trained
+        return last if last is not None and self._loop_state.runs > last.runs_before else self._trained
 
     @property
     def current_item(self) -> object:
@@ -189,7 +185,7 @@ class DataPosition:
                 "for batch in loop.until_stop(loader)"
             )
         cursor = self._open[0]
-        if len(self._open) == 1 and cursor.inner is None and self._counter.runs - cursor.runs > 1:
+        if len(self._open) == 1 and cursor.inner is None and self._loop_state.runs - cursor.runs > 1:
             return (
                 f"an item of {name_of(cursor.iterable)} has several runs, so all of its items together are one epoch: "
                 "iterate over the batches with another until_stop, for batch in loop.until_stop(loader), or make one "
@@ -234,7 +230,7 @@ class DataPosition:
     def open(self, iterable: Iterable[object], inside_run: bool) -> Cursor:
         """Return the cursor of a new loop: inside of the open loops or, ``inside_run``, not part of the position."""
         if inside_run:
-            return Cursor(None, None, self._counter.runs)
+            return Cursor(None, None, self._loop_state.runs)
         outer = self._innermost
         # These look at what was there before this loop: it may be the first, or the first of another outermost loop.
         if self.repeats_code:
@@ -243,7 +239,7 @@ class DataPosition:
             self.second_load.note_changes()
         if outer is self._root:
             self._trained = self.trained_loop
-        cursor = Cursor(None if is_plain_iterator(iterable) else iterable, outer, self._counter.runs)
+        cursor = Cursor(None if is_plain_iterator(iterable) else iterable, outer, self._loop_state.runs)
         outer.add(cursor)
         cursor.several_runs = cursor.key in self._several_runs
         self._open.append(cursor)
@@ -304,8 +300,8 @@ class DataPosition:
         if self.is_repeating and is_reached:
             assert self.second_load is not None
             # Where a finished training run goes on with resume=False, what earlier loops have just trained stays.
-            if not (is_fresh and self._trains_on and self._counter.runs):
-                self.second_load.load(self._counter.runs > 0)
+            if not (is_fresh and self._trains_on and self._loop_state.runs):
+                self.second_load.load(self._loop_state.runs > 0)
             self.way_back, self.second_load = Return.DONE, None
         # The random states of the process are set once, after all of the above, which may draw from them. Only the
         # iter() of a fresh loop comes later: it draws from these states, as it did the first time.
@@ -316,20 +312,20 @@ class DataPosition:
     def close(self, cursor: Cursor) -> None:
         """Record that a loop is over: its data ended, the loop stops, or the body left it."""
         self._open.remove(cursor)
-        if cursor.several_runs or self._counter.runs - cursor.runs > 1:
+        if cursor.several_runs or self._loop_state.runs - cursor.runs > 1:
             self._several_runs.add(cursor.key)
         if cursor.is_epoch:
             self._items_of_last = cursor.taken, cursor.length
             self._last_batch = cursor.taken - 1
         if cursor.state is not ENDED:
-            cursor.leave(self._counter.runs)
+            cursor.leave(self._loop_state.runs)
         if self._stop is None and cursor.outer is not None:
             # The body may draw numbers before the next loop in the same item: in another process, the same ones.
             cursor.outer.random_after_inner = random_states()
 
     def count_epoch(self, cursor: Cursor) -> int | None:
         """Record that the loop of ``cursor`` is over. Return how many epochs have ended if that was one."""
-        if not cursor.is_epoch or (self._counter.runs == cursor.runs_before and not cursor.resumed.items):
+        if not cursor.is_epoch or (self._loop_state.runs == cursor.runs_before and not cursor.resumed.items):
             return None
         self._epochs_ended += 1
         self._continues_epoch = False
@@ -360,8 +356,8 @@ class DataPosition:
         # The item begins again, as if no run had been made in it: otherwise a checkpoint that is saved now would take
         # it for done. That it once had several runs is kept.
         for cursor in self._open:
-            cursor.several_runs = cursor.several_runs or self._counter.runs - cursor.runs > 1
-            cursor.runs = self._counter.runs
+            cursor.several_runs = cursor.several_runs or self._loop_state.runs - cursor.runs > 1
+            cursor.runs = self._loop_state.runs
 
     # -- the way to the checkpoint's loop -----------------------------------------------------------------------------
 
@@ -393,6 +389,10 @@ class DataPosition:
         elif cursor.inner is None:
             self.items_without_run = cursor.taken
 
+    def repeat_code_before(self, second_load: CheckpointReload) -> None:
+        """Call ``second_load`` where the checkpoint's loop continues: the script repeats code on its way there."""
+        self.second_load = second_load
+
     def give_up_repeating(self) -> None:
         """Note, with a warning, that the script has passed over the checkpoint's loop. From now on, it may save."""
         if self.is_repeating:
@@ -419,7 +419,7 @@ class DataPosition:
             return
         outer = self._innermost
         order = 0 if outer.inner is None else outer.inner.order + 1
-        path = [cursor.saved(IN_ITEM, self._counter.runs) for cursor in self._open]
+        path = [cursor.saved(IN_ITEM, self._loop_state.runs) for cursor in self._open]
         path.append(SavedCursor(order, 0, BETWEEN_ITEMS, random_between=outer.random_after_inner))
         self._stop = _StopPosition(path, None, self._is_in_epoch, is_at_end=False)
 
@@ -451,7 +451,7 @@ class DataPosition:
 
         :data:`DATA_ENDED`, or how the script has left the outermost loop. Void once a run is made.
         """
-        return self._finish.why if self._counter.runs == self._finish.runs else None
+        return self._finish.why if self._loop_state.runs == self._finish.runs else None
 
     @property
     def has_place(self) -> bool:
@@ -474,7 +474,7 @@ class DataPosition:
             self._root.return_to(self.trained_loop)
 
     def _set_finished(self, why: str | None) -> None:
-        self._finish = Finish(why, self._counter.runs)
+        self._finish = Finish(why, self._loop_state.runs)
 
     def train_on(self) -> None:
         """Continue a training run that was finished: it has more data than before, or its checkpoint was chosen."""
@@ -503,9 +503,9 @@ class DataPosition:
         this process has others. ``finished`` says why the training run is finished, if it is.
 
         Does nothing if there was an ``until_stop`` already, as in a recovery: the data continues where it is, because
-        the items that were yielded cannot be taken back.
+        the items that were yielded cannot be taken back. Nor without a loop.
         """
-        if self._root.inner is not None:
+        if self._root.inner is not None or not self._resumes:
             return
         self._path = [] if state is None else [SavedCursor.from_saved(each) for each in state["path"]]
         self._loaders.load_state_dict({} if state is None else state["loaders"])
@@ -524,7 +524,7 @@ class DataPosition:
         if self._root.inner is None or self.is_repeating:
             return self._path, None  # what is left is what was left in the checkpoint
         places = self._places(point)
-        path = [cursor.saved(state, self._counter.runs) for cursor, state in places]
+        path = [cursor.saved(state, self._loop_state.runs) for cursor, state in places]
         last, state = places[-1]
         return path, last.key if state is BETWEEN_ITEMS else None
 
@@ -539,7 +539,7 @@ class DataPosition:
             in_item, is_told = point is Point.IN_ITEM, point is Point.AT_SHOULD_STOP
             if last.inner is not None and (in_item or (is_told and last.inner.left)):
                 return [*places, (last, IN_ITEM), (last.inner, ENDED)]
-            is_done = last.counts_as_done(self._counter.runs) and not in_item
+            is_done = last.counts_as_done(self._loop_state.runs) and not in_item
             state = BETWEEN_ITEMS if is_done else IN_ITEM
         return [*places, (last, state)]
 

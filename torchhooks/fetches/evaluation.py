@@ -20,7 +20,7 @@ import inspect
 import logging
 import operator
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
@@ -42,9 +42,10 @@ from torchhooks.fetches.names import (
     tensor_names,
     why_not_stored,
 )
+from torchhooks.progress.training_state import TrainingState
 
 if TYPE_CHECKING:
-    from torchhooks.ranks.ranks import LoopRanks
+    pass
 
 _AVAILABLE = "; available names: "
 # Not None, which is a value: of an output, and of a gradient before the first backward().
@@ -79,43 +80,6 @@ class Caller:
         return self._name or str(self.hook)  # not earlier, because the repr of a hook can be slow
 
 
-class _Reports(Protocol):
-    """What an evaluation reads of the running values of a session."""
-
-    def report(self, fetch: Fetch, caller: Caller) -> Value: ...
-
-
-class _MeasuringHook(Protocol):
-    """A hook that may measure speeds."""
-
-    def measured_speed(self, name: str) -> tuple[float, Value] | None: ...
-
-
-class FetchableSession(Protocol):
-    """What an evaluation reads of a :class:`torchhooks.Session`."""
-
-    @property
-    def model(self) -> torch.nn.Module | None: ...
-    @property
-    def optimizer(self) -> torch.optim.Optimizer | None: ...
-    @property
-    def hooks(self) -> Mapping[str, object]: ...
-    @property
-    def global_step(self) -> int: ...
-    @property
-    def epoch(self) -> int | None: ...
-    @property
-    def last_batch(self) -> int | None: ...
-    @property
-    def secs(self) -> float: ...
-    @property
-    def loop_hooks(self) -> Sequence[_MeasuringHook]: ...
-    @property
-    def accumulated(self) -> _Reports: ...
-    @property
-    def ranks(self) -> LoopRanks: ...
-
-
 @runtime_checkable
 class _Evaluation(Protocol):
     """A hook whose results may be what an unknown name means."""
@@ -123,12 +87,12 @@ class _Evaluation(Protocol):
     def may_return(self, name: str) -> bool: ...
 
 
-_OF_SESSION: Mapping[str, Callable[[FetchableSession], Value]] = {
+_OF_SESSION: Mapping[str, Callable[[TrainingState], Value]] = {
     "model": lambda session: session.model,
     "optimizer": lambda session: session.optimizer,
 }
 _OF_CLOSURES = (*_OF_SESSION, "session", "outputs")
-_OF_LOOP: Mapping[str, Callable[[FetchableSession], float | None]] = {
+_OF_LOOP: Mapping[str, Callable[[TrainingState], float | None]] = {
     "epoch": lambda session: session.epoch,
     "batch": lambda session: session.last_batch,
     "secs": lambda session: session.secs,
@@ -154,7 +118,7 @@ class ComposedFetch(Leaf):
     """Whether :attr:`fetch` may be evaluated before this fetch, together with others; not with :meth:`prepare`."""
     fetch: Fetch = None
     """The fetch to evaluate."""
-    prepare: Callable[[FetchableSession], Callable[[], object]] | None = None
+    prepare: Callable[[TrainingState], Callable[[], object]] | None = None
     """Called before :attr:`fetch` is evaluated. What it returns is called afterwards, also if that raises."""
 
     @functools.cached_property
@@ -267,7 +231,7 @@ class Evaluator:
 
     def __init__(
         self,
-        session: FetchableSession,
+        session: TrainingState,
         outputs: object = None,
         feeds: Mapping[str, Value] = _EMPTY,
         inputs: Callable[[], Mapping[str, Value]] = dict,

@@ -81,6 +81,8 @@ class Step:
     def __init__(self, function: Callable[..., Any] | None) -> None:
         if function is not None and not callable(function):
             raise TypeError(f"step={shown(function)}: must be a function, called as step(*args, **kwargs)")
+        self.given = function
+        """The function as the script has it; ``None`` without one."""
         self.function = no_step if function is None else function
         self._signature = None if function is None else _signature(function)
         parameters = {} if self._signature is None else self._signature.parameters

@@ -22,11 +22,11 @@ from torchhooks.fetches.evaluation import (
     Caller,
     ComposedFetch,
     Evaluator,
-    FetchableSession,
     accumulated_parts,
     watched_names,
 )
 from torchhooks.fetches.names import Closure, Fetch, Value, describe
+from torchhooks.progress.training_state import TrainingState
 from torchhooks.ranks.ranks import LoopRanks, is_sharded, without_partial
 from torchhooks.ranks.transport import all_gather
 
@@ -138,7 +138,7 @@ class RanksEvaluator(Evaluator):
     ``requests`` are pairs: the caller, and its request, whose first item is the fetches.
     """
 
-    def __init__(self, session: FetchableSession, *of_run: Any) -> None:
+    def __init__(self, session: TrainingState, *of_run: Any) -> None:
         super().__init__(session, *of_run)
         self._ranks = session.ranks
         self._combined: dict[tuple[int, int], tuple[OverRanks, Value]] = {}  # with the fetch: its id stays its own
@@ -362,7 +362,7 @@ def grad_norm(norm_type: float = 2.0) -> Closure:
     _check_order(norm_type)
 
     # The inner function has the same name, because it is the tag under which hooks log the value.
-    def grad_norm(model: torch.nn.Module, session: FetchableSession | None = None) -> Value:
+    def grad_norm(model: torch.nn.Module, session: TrainingState | None = None) -> Value:
         return _norm([each.grad for each in model.parameters() if each.grad is not None], norm_type, session)
 
     return grad_norm
@@ -392,7 +392,7 @@ def param_norm(norm_type: float = 2.0) -> Closure:
     """
     _check_order(norm_type)
 
-    def param_norm(model: torch.nn.Module, session: FetchableSession | None = None) -> Value:
+    def param_norm(model: torch.nn.Module, session: TrainingState | None = None) -> Value:
         return _norm(list(model.parameters()), norm_type, session)
 
     return param_norm
@@ -403,7 +403,7 @@ def _check_order(norm_type: object) -> None:
         raise ValueError(f'norm_type={shown(norm_type)}: must be a number, more than 0, such as 2 or float("inf")')
 
 
-def _norm(tensors: list[torch.Tensor], norm_type: float, session: FetchableSession | None) -> Value:
+def _norm(tensors: list[torch.Tensor], norm_type: float, session: TrainingState | None) -> Value:
     dense = [each.coalesce().values() if each.is_sparse else each for each in tensors]
     if not any(map(is_sharded, dense)):
         return torch.nn.utils.get_total_norm(dense, norm_type) if dense else None

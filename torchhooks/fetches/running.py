@@ -40,11 +40,11 @@ from torchhooks.fetches.evaluation import (
     Caller,
     ComposedFetch,
     Evaluator,
-    FetchableSession,
     accumulated_parts,
     watched_names,
 )
-from torchhooks.fetches.names import Fetch, Step, Value, describe
+from torchhooks.fetches.names import Fetch, Value, describe
+from torchhooks.progress.training_state import TrainingState
 
 Number = float | torch.Tensor
 """A number of Python, or a tensor without dimensions."""
@@ -215,8 +215,7 @@ class RunningValues:
     """The running fetches of all hooks of one loop."""
 
     def __init__(self) -> None:
-        self._session: FetchableSession
-        self._step: Step  # of the session
+        self._session: TrainingState
         self.sources: list[NumberSource] = []
         """What is evaluated in every run; if it is empty, there is nothing to do."""
         # The sources of accumulators, by the identities of fetch and weight.
@@ -230,9 +229,9 @@ class RunningValues:
         self._starts_over = False  # whether an epoch has ended, so that some of them have to
         self._has_looked = False  # whether the fetches of hooks were looked for
 
-    def begin_session(self, session: FetchableSession, step: Step) -> None:
+    def begin_session(self, session: TrainingState) -> None:
         """Forget what was accumulated, and evaluate fetches in ``session`` from now on."""
-        self._session, self._step = session, step
+        self._session = session
         # A checkpoint is restored after this, and then calls load_state_dict() with what it has.
         self.load_state_dict(None)
 
@@ -362,7 +361,7 @@ class RunningValues:
         return False
 
     def _evaluator(self, outputs: Value, args: tuple[Value, ...], kwargs: Mapping[str, Value]) -> Evaluator:
-        evaluator = Evaluator(self._session, outputs, inputs=partial(self._step.inputs, args, kwargs))
+        evaluator = Evaluator(self._session, outputs, inputs=partial(self._session.step_function.inputs, args, kwargs))
         evaluator.copies = False
         return evaluator
 

@@ -9,7 +9,8 @@ import threading
 import weakref
 from typing import ClassVar, Literal, NamedTuple
 
-from torchhooks.checkpoints.saver import AnySaver, Saver, scored_checkpoints
+from torchhooks.checkpoints.saver import Saver, scored_checkpoints
+from torchhooks.checkpoints.savers import AnySaver
 from torchhooks.common.checks import folder, whole_number
 from torchhooks.common.errors import FetchError
 from torchhooks.common.log import logger
@@ -29,6 +30,7 @@ from torchhooks.lifecycle.hook import (
     loop_folder,
 )
 from torchhooks.lifecycle.session import Session
+from torchhooks.ranks.ranks import Ranks
 
 _PLACE = re.compile(r"model\.[1-9]\d*\.ckpt")
 
@@ -149,7 +151,8 @@ class BestCheckpointHook(PeriodicHook):
         # A script may change the current directory while it trains.
         self._resolved = os.path.abspath(self._folder)
 
-    def attach_folder(self, checkpoint_dir: str | None) -> None:
+    def attach_to_loop(self, ranks: Ranks, collective: bool, checkpoint_dir: str | None) -> None:
+        super().attach_to_loop(ranks, collective, checkpoint_dir)
         if not self._has_folder:
             self._set_folder(loop_folder(self, checkpoint_dir))
 

@@ -8,9 +8,10 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any, Literal
 
+from torchhooks.checkpoints.contents import gradients_to_reduce
 from torchhooks.checkpoints.folder import is_checkpoint_name
 from torchhooks.checkpoints.plan import Decision, LastSave, Moment, RankView, Situation, Why, plan_save
-from torchhooks.checkpoints.saver import AnySaver, Refusal, SavesCheckpoints
+from torchhooks.checkpoints.savers import AnySaver, Refusal, SavesCheckpoints
 from torchhooks.checkpoints.saving import digest_of_state
 from torchhooks.common.checks import folder
 from torchhooks.common.errors import brief
@@ -21,6 +22,7 @@ from torchhooks.fetches.names import Fetch, Value, describe
 from torchhooks.lifecycle.coordinator import Coordinator
 from torchhooks.lifecycle.hook import PeriodicHook, SessionRunContext, SessionRunHook, SessionRunValues, loop_folder
 from torchhooks.lifecycle.session import Scaffold, Session
+from torchhooks.ranks.ranks import Ranks
 from torchhooks.summary import operations as summary
 from torchhooks.summary.writers import WriterTarget
 
@@ -126,7 +128,8 @@ class SummarySaverHook(PeriodicHook):
         super().after_create_session(session, coord)
 
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
-        self._target.start_session()
+        if not self._target.is_started:
+            self._target.start_session()
 
     def run_due(self, run_context: SessionRunContext, values: Value) -> None:
         if self._target.writers:
@@ -343,7 +346,8 @@ class CheckpointSaverHook(PeriodicHook):
         """The path of a checkpoint without its step."""
         self._target = WriterTarget(self.checkpoint_dir, None)
 
-    def attach_folder(self, checkpoint_dir: str | None) -> None:
+    def attach_to_loop(self, ranks: Ranks, collective: bool, checkpoint_dir: str | None) -> None:
+        super().attach_to_loop(ranks, collective, checkpoint_dir)
         if not self._has_folder:
             self._set_folder(loop_folder(self, checkpoint_dir))
 
@@ -367,7 +371,8 @@ class CheckpointSaverHook(PeriodicHook):
             )
         given = self._given_saver if self._scaffold is None else self._scaffold.saver
         saver = session.saver if given is None else given
-        session.savers.append(saver)
+        if id(saver) not in map(id, session.savers):  # the list is that of the loop, and a recovery comes here again
+            session.savers.append(saver)
         self._saver = AnySaver(saver)
         self._waits = self._is_put_off = False
         # The step of the session before says nothing: after a recovery, it is made again with another state.
@@ -446,8 +451,7 @@ class CheckpointSaverHook(PeriodicHook):
             self.last_save = self.last_save._replace(finish=session.why_finished, decided_finish=session.why_finished)
         elif decision in (Decision.MARK, Decision.SAVE):
             # Where the data had ended when a stop was noticed, the end only has to say that the run is finished.
-            position = session.position
-            may_be_marked = moment is Moment.STOP and position is not None and position.stopped_at_end
+            may_be_marked = moment is Moment.STOP and session.position.stopped_at_end
             self._save(session, refusals, may_be_marked=may_be_marked)
 
     def _refusals(self, session: Session) -> list[Refusal] | None:
@@ -471,7 +475,7 @@ class CheckpointSaverHook(PeriodicHook):
             step,
             finish,
             was_finished=session.was_finished,
-            is_repeating=session.training_state.is_repeating,
+            is_repeating=session.position.is_repeating,
             is_in_item=is_in_item,
             was_saved_by_another=any(
                 hook.path == path
@@ -511,16 +515,14 @@ class CheckpointSaverHook(PeriodicHook):
         is_put_off = session.ranks.size == 1 and (lacks_memory or (is_writing and not is_stopping))
         return RankView(
             refusal=None if is_put_off else session.why_no_checkpoint(refusals),
-            loops=None if session.position is None else tuple(session.position.loops),
+            loops=tuple(session.position.loops),
             has_listeners=bool(self._listeners),
             is_writing=is_writing,
             is_stopping=is_stopping,
             lacks_memory=lacks_memory,
             has_unreduced_gradients=is_accumulating,
             is_unchanged=(
-                moment is Moment.END
-                and self._saved_state is not None
-                and self._saved_state == digest_of_state(session.training_state)
+                moment is Moment.END and self._saved_state is not None and self._saved_state == digest_of_state(session)
             ),
         )
 
@@ -575,7 +577,7 @@ class CheckpointSaverHook(PeriodicHook):
 
         The wait begins with the first call of which that is true: the steps of the optimizer are counted from there.
         """
-        if session.gradients is None or not session.training_state.unreduced_gradients():
+        if session.gradients is None or not gradients_to_reduce(session):
             return False
         if not self._waits:
             self._steps_made = session.gradients.steps
@@ -602,7 +604,7 @@ class CheckpointSaverHook(PeriodicHook):
             # Before the listeners are called: if one of them raises StopIteration, end() must not save the same state
             # again.
             self.last_save = LastSave(step, finish, session.total_runs, step, finish)
-            self._saved_state = digest_of_state(session.training_state) if may_be_marked else None
+            self._saved_state = digest_of_state(session) if may_be_marked else None
             session.checkpoint_saved(os.path.dirname(self.path))
             for writer in self._target.writers:  # only the chief has one
                 writer.add_session_log("CHECKPOINT", step, path)
@@ -612,4 +614,4 @@ class CheckpointSaverHook(PeriodicHook):
 
 
 def _is_in_item(session: Session) -> bool:
-    return session.position is not None and session.position.depth > 0
+    return session.position.depth > 0

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from torchhooks.checkpoints.saver import Refusal
+from torchhooks.checkpoints.savers import Refusal
 from torchhooks.common.checks import whole_number
 from torchhooks.common.errors import LifecycleError, NanLossDuringTrainingError
 from torchhooks.common.log import logger

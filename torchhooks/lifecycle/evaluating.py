@@ -9,11 +9,13 @@ from functools import partial
 
 import torch
 
+from torchhooks.checkpoints.contents import modules_of
 from torchhooks.common.errors import Attempts
 from torchhooks.common.random_states import random_states, set_random_states
-from torchhooks.fetches.evaluation import ComposedFetch, FetchableSession
+from torchhooks.fetches.evaluation import ComposedFetch
 from torchhooks.fetches.names import Fetch, Value, parameters_of
 from torchhooks.lifecycle.session import Session
+from torchhooks.progress.training_state import TrainingState
 from torchhooks.ranks.ranks import reshard
 
 
@@ -79,7 +81,7 @@ class Undo:
 
 def undisturbed(session: Session) -> Undo:
     """Capture what an evaluation may disturb in ``session``: random states, gradients and the training mode."""
-    modules = session.training_state.modules()
+    modules = modules_of(session)
     own = [(module, [*module.parameters()]) for module in modules]
     parameters = [*(p for _, each in own for p in each), *parameters_of(session.optimizer)]
 
@@ -96,7 +98,7 @@ def evaluating(session: Session) -> Iterator[None]:
     """Put the modules of ``session`` into evaluation mode, and put back at the end what an evaluation disturbs."""
     before = undisturbed(session)
     try:
-        for module in session.training_state.modules():
+        for module in modules_of(session):
             module.eval()
         yield
     finally:
@@ -111,7 +113,7 @@ class Undisturbed(ComposedFetch):
     def __init__(self, fetch: Fetch) -> None:
         self.fetch = fetch
 
-    def prepare(self, session: FetchableSession) -> Callable[[], object]:
+    def prepare(self, session: TrainingState) -> Callable[[], object]:
         assert isinstance(session, Session)  # the only class of sessions
         return undisturbed(session).put_back
 

@@ -19,17 +19,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from functools import cached_property
+from operator import attrgetter
+from typing import Any, TypeVar
 
+from torchhooks.checkpoints.folder import split_checkpoint
 from torchhooks.common.errors import add_note
 from torchhooks.common.text import shown
-from torchhooks.data.position import DataPosition
 from torchhooks.lifecycle.hook import SessionRunHook
 from torchhooks.lifecycle.session import Finding, Session
-from torchhooks.lifecycle.settings import LoopSettings
-from torchhooks.progress.loop_state import LoopState
-from torchhooks.ranks.peers import Peers
-from torchhooks.ranks.ranks import LoopRanks
+from torchhooks.lifecycle.settings import LoopSettings, check_signatures, check_together
+from torchhooks.progress.training_state import TrainingState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,30 +62,20 @@ class LoopPlan:
     last: tuple[SessionRunHook, ...] = ()
     most_items: tuple[int, int] | None = None
 
-    @property
+    @cached_property
     def all_hooks(self) -> tuple[SessionRunHook, ...]:
         """All hooks, in the order of every call."""
         return (*self.first, *self.hooks, *self.last)
 
+    @cached_property
+    def savers(self) -> list[SessionRunHook]:
+        """The hooks that save checkpoints."""
+        return [*filter(attrgetter("saves_checkpoints"), self.all_hooks)]
 
-class Training(NamedTuple):
-    """The training run of a loop, before there is a session.
-
-    Args:
-        loop_state: what the loop does, and how far it is.
-        position: how far it is in its data.
-        ranks: the processes that train together, with the ``rank`` of this one.
-        peers: the thread that talks to the other ranks; ``None`` in a process that is alone.
-        checkpoint_dir: the folder from which the loop restores; ``None`` if it does not.
-        saved_to: the folder of the first hook that saves checkpoints, as an absolute path; ``None`` without one.
-    """
-
-    loop_state: LoopState
-    position: DataPosition
-    ranks: LoopRanks
-    peers: Peers | None
-    checkpoint_dir: str | None
-    saved_to: str | None
+    @cached_property
+    def has_checkpoints(self) -> bool:
+        """Whether checkpoints are saved or restored."""
+        return self.folder is not None or bool(self.savers)
 
 
 class Extension:
@@ -122,7 +112,7 @@ class Extension:
         """
         return plan
 
-    def begin(self, training: Training, settings: LoopSettings) -> None:
+    def begin(self, training: TrainingState, settings: LoopSettings) -> None:
         """Called before the hooks' ``begin``, when the other ranks were reached. Open files, start threads."""
 
     def start(self, session: Session) -> None:
@@ -172,14 +162,22 @@ def unregister_extension(factory: Factory) -> None:
     _factories.remove(factory)
 
 
-def planned(plan: LoopPlan) -> tuple[LoopPlan, tuple[Extension, ...]]:
-    """Return what a loop begins with for which the script has ``plan``, and the extensions of the loop.
+def planned(settings: LoopSettings) -> tuple[LoopPlan, tuple[Extension, ...]]:
+    """Return what a loop with these ``settings`` begins with, and the extensions of the loop.
 
     The extension that was registered first is the outermost: it plans last, so that it sees the hooks of all others.
 
     Raises:
         TypeError, ValueError: a factory or an extension returned something else than it has to.
     """
+    folder, checkpoint = (None, None) if settings.checkpoint_dir is None else split_checkpoint(settings.checkpoint_dir)
+    plan = LoopPlan(
+        hooks=settings.hooks,
+        step=settings.step.given,
+        folder=folder,
+        checkpoint=checkpoint,
+        counts_runs=settings.step_unit == "run",
+    )
     extensions: list[Extension] = []
     for factory in reversed(_factories):
         extension = factory(plan)
@@ -196,6 +194,9 @@ def planned(plan: LoopPlan) -> tuple[LoopPlan, tuple[Extension, ...]]:
         _check_plan(extension, plan, changed)
         plan = changed
         extensions.append(extension)
+    if added := (*plan.first, *plan.last):  # the hooks of the script were checked with its other arguments
+        check_signatures({f"hook {index} of an extension is a": hook for index, hook in enumerate(added)})
+        check_together(plan.all_hooks, settings.ranks)
     return plan, tuple(reversed(extensions))
 
 

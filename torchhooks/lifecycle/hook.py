@@ -84,20 +84,18 @@ import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from torchhooks.common.checks import suggests_keywords
 from torchhooks.common.errors import LifecycleError
 from torchhooks.common.text import bound_arguments, bound_repr
 from torchhooks.common.timers import Due, GivenTimer, Timer, given_timer, hook_timer
-from torchhooks.data.agenda import Agenda
-from torchhooks.device.readback import Readback
 from torchhooks.fetches.evaluation import UNKNOWN, Caller
-from torchhooks.fetches.names import Fetch, Step, Value
+from torchhooks.fetches.names import Fetch, Value
 from torchhooks.lifecycle.coordinator import Coordinator
 from torchhooks.lifecycle.session import Session
 from torchhooks.lifecycle.trigger import Trigger
-from torchhooks.progress.loop_state import LoopState
+from torchhooks.progress.loop_state import RunInProgress
 from torchhooks.ranks.ranks import Ranks
 
 NO_KWARGS: Mapping[str, object] = MappingProxyType({})
@@ -200,17 +198,7 @@ class SessionRunValues(NamedTuple):
     run_metadata: RunMetadata
 
 
-class RunServices(NamedTuple):
-    """What the contexts of all runs of one session share."""
-
-    session: Session
-    step: Step
-    readback: Readback
-    loop_state: LoopState
-    agenda: Agenda
-
-
-class SessionRunContext:
+class SessionRunContext(RunInProgress):
     """One run, as its hooks see it: the same object in every ``before_run`` and ``after_run`` of the run.
 
     The loop creates it (``tf.train.SessionRunContext``).
@@ -242,26 +230,28 @@ class SessionRunContext:
     _stopped_by: Caller = UNKNOWN  # the hook whose method was running when the stop was requested
     caller: Caller = UNKNOWN
     """The hook whose method is running. The loop sets this before each call."""
-    void: bool = False
-    """Whether the run failed, so that a stop requested in it does not count."""
-    counts: bool = False
-    """Whether the run counts although it failed, because its ``after_run`` calls had begun."""
     step_before: int = -1
-    """The global step when the run began; -1 at the end of an epoch, and in a run that hooks join after its step."""
+    """The global step when the run began; -1 at the end of an epoch, and if hooks join the run after its step."""
     ends_epoch: bool = False
     """Whether the hooks are called for the end of an epoch. No step is made then, and no run is counted."""
 
-    def __init__(self, services: RunServices, args: tuple[object, ...] | None, kwargs: Mapping[str, object]) -> None:
-        self._services = services
-        self.session = services.session
+    def __init__(self, session: Session, args: tuple[object, ...] | None, kwargs: Mapping[str, object]) -> None:
+        self.session = session
         self._args = args  # None in a run of loop.step(), which has none
         self._kwargs = kwargs
+
+    @classmethod
+    def at_end_of_epoch(cls, session: Session) -> Self:
+        """Return a context for the calls at the end of an epoch, in which no step is made."""
+        context = cls(session, None, NO_KWARGS)
+        context.ends_epoch = True
+        return context
 
     @property
     def original_args(self) -> SessionRunArgs:
         """``SessionRunArgs(step, inputs)``, with the step function and what the caller of ``run`` passed, by name.
 
-        ``SessionRunArgs(None, {})`` in a run of ``loop.step()``.
+        ``SessionRunArgs(None, {})`` in a run of ``loop.step()``, and at the end of an epoch.
 
         Raises:
             LifecycleError: the run is over. A ``when_ready`` callback may be called that late.
@@ -270,12 +260,12 @@ class SessionRunContext:
         of the device.
         """
         inputs = self.inputs()  # first, because it raises an error after the run
-        return SessionRunArgs(None if self._args is None else self._services.step.function, inputs)
+        return SessionRunArgs(None if self._args is None else self.session.step_function.function, inputs)
 
     def inputs(self) -> dict[str, Value]:
         """Return what the caller of ``run`` passed, by parameter name, with the step's defaults.
 
-        It is empty in a run of ``loop.step()``. What hooks feed is not part of it.
+        It is empty in a run of ``loop.step()``, and at the end of an epoch. What hooks feed is not part of it.
 
         Raises:
             LifecycleError: the run is over.
@@ -285,7 +275,7 @@ class SessionRunContext:
                 "the arguments of a run were asked for after it: the context lets go of them when the run is over. "
                 "Read run_context.original_args in before_run or after_run, and keep what you need of it"
             )
-        return {} if self._args is None else self._services.step.inputs(self._args, self._kwargs)
+        return {} if self._args is None else self.session.step_function.inputs(self._args, self._kwargs)
 
     @property
     def call_arguments(self) -> tuple[tuple[object, ...], Mapping[str, object]]:
@@ -295,7 +285,7 @@ class SessionRunContext:
     @property
     def finished(self) -> bool:
         """Whether the run is over."""
-        return self._services.loop_state.context is not self
+        return self.session.loop_state.context is not self
 
     def end(self) -> None:
         """Let go of what the caller passed. The loop calls this when the run is over, also after an error."""
@@ -305,7 +295,7 @@ class SessionRunContext:
     @property
     def _current_caller(self) -> Caller:
         """The hook whose method is running, or whose ``when_ready`` callback is, of which the context knows nothing."""
-        delivering = self._services.readback.caller
+        delivering = self.session.readback.caller
         return delivering if isinstance(delivering, Caller) else self.caller
 
     @property
@@ -325,7 +315,7 @@ class SessionRunContext:
         """
         if not self.stop_requested:
             self.stop_requested, self.stop_reason, self._stopped_by = True, reason, self._current_caller
-            self._services.loop_state.request(self)
+            self.session.loop_state.request(self)
 
     def after_item(self, callback: Callable[[], object], last: bool = False) -> None:
         """Call ``callback()`` when the body of the ``for`` loop is done with the current item of ``until_stop``.
@@ -345,12 +335,12 @@ class SessionRunContext:
             self.caller = caller
             return callback()
 
-        self._services.agenda.after_item(callback if caller.hook is None else caller.hook, call, last)
+        self.session.agenda.after_item(callback if caller.hook is None else caller.hook, call, last)
 
     @property
     def waits_for_item(self) -> bool:
         """Whether a callback that this hook gave to :meth:`after_item` waits since an earlier run of the same item."""
-        return self._services.agenda.waits(self._current_caller.hook)
+        return self.session.agenda.waits(self._current_caller.hook)
 
     def when_ready(
         self, values: Value, callback: Callable[[Value], object], *, max_lag_runs: int | None = None
@@ -369,8 +359,8 @@ class SessionRunContext:
             max_lag_runs: make the call at most this many runs later, and wait for the device if necessary. 0 means at
                 the end of this run.
         """
-        services = self._services
-        services.readback.request(values, callback, self._current_caller, services.loop_state.global_step, max_lag_runs)
+        session = self.session
+        session.readback.request(values, callback, self.caller, session.loop_state.global_step, max_lag_runs)
 
 
 class SessionRunHook:
@@ -507,18 +497,16 @@ class StandardHook(SessionRunHook):
     saved_step: int | None = None
     """The step of the last checkpoint that the hook has saved in this session, for the loop to resume from."""
 
-    def attach_ranks(self, ranks: Ranks, collective: bool) -> None:
-        """Called before ``begin`` with the ranks of the loop, which can be one.
+    def attach_to_loop(self, ranks: Ranks, collective: bool, checkpoint_dir: str | None) -> None:
+        """Called once a loop, before ``begin`` and in the order of the hooks, with what the loop knows by then.
 
-        ``collective`` says whether all ranks call this hook in the same runs, by the chief's clock.
+        Args:
+            ranks: the ranks of the loop, which can be one.
+            collective: whether all ranks call this hook in the same runs, by the chief's clock.
+            checkpoint_dir: the loop's folder of checkpoints, as the script writes it, if it has one. A hook whose
+                folder the script does not say takes this one.
         """
         self.writes = ranks.is_chief
-
-    def attach_folder(self, checkpoint_dir: str | None) -> None:
-        """Called before ``begin`` with the loop's folder of checkpoints, as the script writes it, if it has one.
-
-        A hook whose folder the script does not say takes this one.
-        """
 
     def measured_speed(self, name: str) -> tuple[float, Value] | None:
         """Return the value of the fetch ``name``, after the moment of its measurement; ``None`` if not measured here.
@@ -639,8 +627,8 @@ class PeriodicHook(StandardHook):
         self.trigger = Trigger()  # never due: that of a hook outside of a loop
         self.collective = self.collective or self.timer.differs_by_rank
 
-    def attach_ranks(self, ranks: Ranks, collective: bool) -> None:
-        super().attach_ranks(ranks, collective)
+    def attach_to_loop(self, ranks: Ranks, collective: bool, checkpoint_dir: str | None) -> None:
+        super().attach_to_loop(ranks, collective, checkpoint_dir)
         if "timer" not in vars(self):
             raise TypeError(
                 f"{type(self).__name__} has no timer: call super().__init__(every_n_steps=...), or another period, in "

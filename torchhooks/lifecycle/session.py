@@ -5,16 +5,16 @@ from __future__ import annotations
 import itertools
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from dataclasses import fields
+from typing import Any, NamedTuple, Self
 
 import torch
 
-from torchhooks.checkpoints.saver import AnySaver, Refusal, RestoresCheckpoints, Saver, SavesCheckpoints
-from torchhooks.checkpoints.training_state import Gradients, Replicas, StatefulHook, TrainingState
-from torchhooks.checkpoints.unsaved import UnsavedParts
+from torchhooks.checkpoints.contents import Gradients, Replicas, StatefulHook
+from torchhooks.checkpoints.saver import Saver
+from torchhooks.checkpoints.savers import Refusal, RestoresCheckpoints, savers_of, wait_for_savers
 from torchhooks.common.errors import Attempts, FetchError, LifecycleError, NoRunYetError
 from torchhooks.common.log import logger
 from torchhooks.common.stateful import Stateful
@@ -23,24 +23,14 @@ from torchhooks.common.trees import map_leaves
 from torchhooks.data.agenda import Agenda
 from torchhooks.data.cursor import DataWaits
 from torchhooks.data.position import DataPosition
-from torchhooks.device.readback import DeviceDuration, DeviceTimestamp
+from torchhooks.device.readback import DeviceDuration, DeviceTimestamp, Readback
 from torchhooks.fetches.evaluation import Caller, Evaluator, watched_names
-from torchhooks.fetches.names import check_feed_names
+from torchhooks.fetches.names import Step, check_feed_names
 from torchhooks.fetches.over_ranks import RanksEvaluator
 from torchhooks.fetches.running import RunningValues
 from torchhooks.progress.loop_state import NO_OUTPUTS, LoopState
+from torchhooks.progress.training_state import TrainingState
 from torchhooks.ranks.ranks import LoopRanks, Ranks
-
-
-class LoopHook(Protocol):
-    """What a session asks the hooks of torchhooks in its loop: see :class:`torchhooks.lifecycle.hook.StandardHook`."""
-
-    @property
-    def stops_at_step(self) -> int | None: ...
-    @property
-    def saved_step(self) -> int | None: ...
-
-    def measured_speed(self, name: str) -> tuple[float, Any] | None: ...
 
 
 class Finding(NamedTuple):
@@ -66,41 +56,7 @@ _LEFT_OUT: Any = type("LeftOut", (), {})()
 _CPU = torch.device("cpu")
 
 
-@dataclass
-class LoopServices:
-    """What all sessions of one loop share with it. The defaults are for a session without a loop."""
-
-    position: DataPosition | None = None
-    """How far the loop is in its data."""
-    loop_state: LoopState = field(default_factory=LoopState)
-    """The global step and the last outputs, which the loop updates, and what stopped the loop."""
-    data_waits: DataWaits = field(default_factory=DataWaits)
-    """How long the loop has waited for its data."""
-    agenda: Agenda = field(default_factory=Agenda)
-    """What waits to be done between two runs."""
-    end_epoch: Callable[[], object] = lambda: None
-    """Calls the hooks for the end of an epoch that the script left by ``break``, if they were not called."""
-    accumulated: RunningValues = field(default_factory=RunningValues)
-    """What is accumulated for the hooks in every run."""
-    inputs: Collection[str] = ()
-    """The names of the step's parameters, which have values only during a run."""
-    drain: Callable[[], object] = lambda: None
-    """Makes every pending ``when_ready`` call, and waits for the device."""
-    interrupted: Callable[[], bool] = lambda: False
-    """Returns whether a signal asked the loop to stop."""
-    steps_per_run: int = 1
-    """How many steps a run counts; 0 if the steps of the optimizer count instead."""
-    warned: set[str] = field(default_factory=set)
-    """What a warning was logged about that is logged once per loop."""
-    unsaved: UnsavedParts | None = None
-    """What changes and is in no checkpoint; ``None`` if the loop saves none."""
-    found: Callable[[Session, Finding], object] = lambda session, finding: None
-    """Tells the extensions of the loop what a hook has found in a session."""
-    replicas: Replicas = field(default_factory=Replicas)
-    """Whether the ranks have the same parameters."""
-
-
-class Session:
+class Session(TrainingState):
     """The state of a training run: model, optimizer, global step, and the outputs of the last run.
 
     The loop creates it: ``loop.session``. A hook receives it in ``after_create_session`` and ``end``, and as
@@ -110,15 +66,10 @@ class Session:
     ...     loss = loop.run(batches[0])
     ...     loop.session.run({"step": "global_step", "lr": "lr", "bias": lambda model: model.bias.shape})
     {'step': 1, 'lr': 0.1, 'bias': torch.Size([1])}
-
-    Attributes:
-        model: the model of the loop, ``None`` without one.
-        optimizer: the optimizer of the loop, ``None`` without one.
-        state: the loop's ``state``: further objects to save and restore, by name.
-        saver: what writes checkpoints: the scaffold's, or a :class:`torchhooks.Saver` with its defaults.
-        checkpoint_dir: the folder from which the loop restores; ``None`` if it does not.
-        metadata: the loop's ``metadata``, plain data for every checkpoint.
     """
+
+    was_restored: bool
+    """Whether this session began with a checkpoint."""
 
     def __init__(
         self,
@@ -132,10 +83,8 @@ class Session:
         metadata: Mapping[str, Any] | None = None,
         gradients: Gradients | None = None,
         ranks: Ranks | None = None,
-        services: LoopServices | None = None,
-        loop_hooks: Sequence[LoopHook] = (),
     ) -> None:
-        """Create a session. A loop does this; without one, it holds what a Saver saves and restores.
+        """Create a session without a loop, which holds what a Saver saves and restores.
 
         Args:
             model: the module in which parameter names are looked up.
@@ -147,42 +96,57 @@ class Session:
             metadata: plain data for every checkpoint.
             gradients: what the optimizer has not used yet; ``None`` if nothing watches the optimizer.
             ranks: which of several processes this is; by default, of the initialized ``torch.distributed``.
-            services: what the session shares with its loop; ``None`` for a session without a loop.
-            loop_hooks: the hooks of torchhooks in the loop, in order.
         """
-        self.model = model
-        self.optimizer = optimizer
-        self.state: Mapping[str, Stateful] = {} if state is None else state
-        self.saver: RestoresCheckpoints[Session] = Saver() if saver is None else saver
-        self.hooks: Mapping[str, StatefulHook] = {} if hooks is None else hooks
-        self.checkpoint_dir = checkpoint_dir
-        self.metadata: Mapping[str, Any] = {} if metadata is None else metadata
-        self._services = services = LoopServices() if services is None else services
-        self.warned: set[str] = services.warned
-        """What a warning was logged about that is logged once per loop."""
-        self.position = services.position
-        self.gradients = gradients
-        self.ranks: LoopRanks = (
-            ranks if isinstance(ranks, LoopRanks) else LoopRanks(Ranks() if ranks is None else ranks)
+        loop_state = LoopState()
+        state = {} if state is None else state
+        saver = Saver() if saver is None else saver
+        super().__init__(
+            model=model,
+            optimizer=optimizer,
+            state=state,
+            saver=saver,
+            hooks={} if hooks is None else hooks,
+            metadata={} if metadata is None else metadata,
+            checkpoint_dir=checkpoint_dir,
+            saved_to=None,
+            ranks=ranks if isinstance(ranks, LoopRanks) else LoopRanks(Ranks() if ranks is None else ranks),
+            loop_state=loop_state,
+            position=DataPosition(loop_state, state, resumes=False),
+            gradients=gradients,
+            unsaved=None,
+            replicas=Replicas(),
+            accumulated=RunningValues(),
+            step_function=Step(None),
+            agenda=Agenda(),
+            data_waits=DataWaits(),
+            readback=Readback(loop_state.set_pending),
+            loop_hooks=(),
+            savers=[saver],
+            call_epoch_hooks=lambda: None,
+            tell_extensions=lambda session, finding: None,
         )
-        """The :class:`torchhooks.Ranks` of the loop, with the ``rank`` of this process, ``size`` and ``is_chief``."""
-        self.accumulated = services.accumulated
-        """The accumulated values of running fetches, to evaluate them and to save them."""
-        self.savers: list[SavesCheckpoints[Session]] = [self.saver]
-        """The savers to wait for before a restore and when the loop closes. A hook appends its own."""
+        self._begin()
+
+    @classmethod
+    def of(cls, training: TrainingState) -> Self:
+        """Return a new session of the loop that has ``training``: they share all that the loop keeps."""
+        session = cls.__new__(cls)
+        for part in fields(TrainingState):
+            if part.init:
+                setattr(session, part.name, getattr(training, part.name))
+        session._begin()  # noqa: SLF001 - its own class; last: what a session has for itself is not shared
+        return session
+
+    def _begin(self) -> None:
+        self.was_restored = False
+        self._began, self._paused_secs = time.monotonic(), 0.0
         # Decided here, so that nothing of several ranks is on the path of one.
         self.new_evaluator: type[Evaluator] = RanksEvaluator if self.ranks.may_have_dtensors else Evaluator
-        self._loop_state = services.loop_state
         self._guards: list[tuple[Refusal, Callable[[], str | Refusal | None] | None]] = []
         self._saved_listeners: list[Callable[[str], object]] = []
         self._error_listeners: list[Callable[[BaseException], object]] = []
         self._open_pauses = 0
         self._pause_listeners: list[Callable[[DeviceDuration], object]] = []
-        self._created, self._paused_secs = time.monotonic(), 0.0
-        self.loop_hooks = loop_hooks
-        """The hooks of torchhooks in the loop, for what one of them has to know of another."""
-        self.was_restored = False
-        """Whether this session began with a checkpoint."""
         self._closed = False
 
     def __repr__(self) -> str:
@@ -191,66 +155,13 @@ class Session:
         state = "closed" if self._closed else "open"
         return f"<Session at step {self.global_step}, {state}{': ' if parts else ''}{parts}>"
 
-    @property
-    def global_step(self) -> int:
-        """The number of steps made so far, earlier processes included. Can be set."""
-        return self._loop_state.global_step
-
-    @global_step.setter
-    def global_step(self, step: int) -> None:
-        self._loop_state.set_step(step)
-
-    @property
-    def total_runs(self) -> int:
-        """The number of runs made so far, earlier processes included. A run may count no step, or several."""
-        return self._loop_state.total_runs
-
-    @property
-    def training_state(self) -> TrainingState:
-        """What a checkpoint contains: all that a saver gets of the session."""
-        return TrainingState(
-            model=self.model,
-            optimizer=self.optimizer,
-            state=self.state,
-            hooks=self.hooks,
-            metadata=self.metadata,
-            steps=self._loop_state,
-            ranks=self.ranks,
-            gradients=self.gradients,
-            running_values=self.accumulated,
-            position=self.position,
-            warned=self.warned,
-            unsaved=self._services.unsaved,
-            replicas=self._services.replicas,
-        )
-
-    @property
-    def outputs(self) -> Any:
-        """What the step returned in the last run; ``None`` before the first one."""
-        outputs = self._loop_state.outputs
-        return None if outputs is NO_OUTPUTS else outputs
-
     def finish_epoch(self) -> None:
         """Make the calls of an epoch that the body left by ``break``, and all pending ``when_ready`` calls.
 
         For a hook whose results the code after the epoch reads. This waits for the device.
         """
-        self._services.end_epoch()
+        self.call_epoch_hooks()
         self.drain()
-
-    def drain(self) -> None:
-        """Make all pending ``when_ready`` calls. This waits for the device."""
-        self._services.drain()
-
-    @property
-    def begun_at(self) -> int:
-        """The global step before this session's first run, which was restored or set; otherwise 0."""
-        return self._loop_state.begun_at
-
-    @property
-    def failure(self) -> BaseException | None:
-        """The error that ended the loop."""
-        return self._loop_state.failure
 
     @property
     def device(self) -> torch.device:
@@ -281,45 +192,14 @@ class Session:
                 listener(pause)
 
     @property
-    def secs(self) -> float:
-        """The seconds since this session was created, without pauses that are over, on the host's clock."""
-        return time.monotonic() - self._created - self._paused_secs
-
-    @property
-    def epoch(self) -> int | None:
-        """The number of the epoch in progress, or of the last one, from 0 on. See ``MonitoredLoop.epoch``."""
-        return None if self.position is None else self.position.epoch
-
-    @property
-    def batch(self) -> int | None:
-        """The number of the current item of the innermost ``until_stop``, from 0; ``None`` outside of one.
-
-        Items that earlier processes took of this pass count too.
-        """
-        return None if self.position is None else self.position.batch
-
-    @property
-    def last_batch(self) -> int | None:
-        """What the fetch ``"batch"`` returns: :attr:`batch`, or outside of an item the number of the last one."""
-        return None if self.position is None else self.position.last_batch
-
-    @property
-    def epoch_items(self) -> tuple[int, int | None] | None:
-        """How many items of the epoch :attr:`epoch` were taken, and how many it has, which can be unknown, ``None``.
-
-        ``None`` before any ``until_stop``.
-        """
-        return None if self.position is None else self.position.epoch_items
-
-    @property
     def expected_last_step(self) -> int | None:
         """The global step at which a StopAtStepHook or the end of the data will end the loop.
 
         ``None`` if it is not known. The lengths of the data tell it if each item has been one step so far. The first
         item alone does not show it if steps of the optimizer count: a step in every third item may begin with that one.
         """
-        taken, total = (None if self.position is None else self.position.all_items) or (-1, 0)
-        is_seen = taken == self.global_step and (taken > 1 or self._services.steps_per_run == 1)
+        taken, total = self.position.all_items or (-1, 0)
+        is_seen = taken == self.global_step and (taken > 1 or self.loop_state.steps_per_run == 1)
         by_data = total if is_seen and total < sys.maxsize else None
         ends = [by_data, *(hook.stops_at_step for hook in self.loop_hooks)]
         return min((each for each in ends if each is not None), default=None)
@@ -356,7 +236,7 @@ class Session:
 
     def found(self, finding: Finding) -> None:
         """Tell the extensions of the loop what a hook has found, such as a NaN."""
-        self._services.found(self, finding)
+        self.tell_extensions(self, finding)
 
     def on_error(self, listener: Callable[[BaseException], object]) -> None:
         """Call ``listener(error)`` when a run fails from which the loop does not recover."""
@@ -379,7 +259,7 @@ class Session:
                 ``background_refusal``, or if a hook has a state, which a ``when_ready`` call may change.
         """
         if refusals is None or self.hooks or any(in_background is None for _, in_background in self._guards):
-            self.drain()
+            self.readback.drain()
             for refusal, _ in self._guards:  # not a generator, which would turn a StopIteration into a RuntimeError
                 reason = refusal()
                 if reason is not None:
@@ -401,7 +281,7 @@ class Session:
         that the hook gave to ``run_context.after_item`` was called for this item just before, and did not return
         ``False``.
         """
-        self._services.agenda.at_stop(who, callback)
+        self.agenda.at_stop(who, callback)
 
     def wait_for_savers(self) -> None:
         """Wait for pending checkpoint writes and raise any error they hit.
@@ -409,61 +289,19 @@ class Session:
         Raises:
             CheckpointError: an asynchronous save failed; several errors are raised as an ExceptionGroup.
         """
-        attempt = Attempts(Exception)
-        for saver in self._each_saver():
-            attempt(saver.wait)
-        attempt.raise_errors("several checkpoints were not written")
+        wait_for_savers(self)
 
     def close_savers(self, attempt: Attempts) -> None:
         """Close each saver, even if others cannot be closed. The loop calls this."""
-        for saver in self._each_saver():
+        for saver in savers_of(self):
             attempt(saver.close)
-
-    def _each_saver(self) -> list[AnySaver[Session]]:
-        """Return each saver once, even if several hooks use it."""
-        return [AnySaver(saver) for saver in {id(saver): saver for saver in self.savers}.values()]
-
-    @property
-    def interrupted(self) -> bool:
-        """Whether a signal, or another rank, asked the loop to stop. A hook that waits inside a run has to check it.
-
-        Raises:
-            PeerError: another rank has failed.
-        """
-        return self._services.interrupted()
-
-    @property
-    def stopped_by_signal(self) -> bool:
-        """Whether a signal stopped the loop before its data ended, on any rank. All ranks see the same in ``end``.
-
-        The training run is expected to be resumed then. So ``end`` skips what belongs to the end of the training run,
-        such as a last evaluation, which would also use up the time until the process is killed.
-        """
-        return self._loop_state.by_signal and self.why_finished is None
-
-    @property
-    def why_finished(self) -> str | None:
-        """Why the training run is finished, ``"data ended"`` for example; ``None`` if it is not.
-
-        So it is in ``end`` if the script left the ``with`` block of the loop because its data ended, or by ``break`` or
-        ``return``, and after the checkpoint of such an end was restored, until a run is made.
-        """
-        return None if self.position is None else self.position.why_finished
-
-    @property
-    def was_finished(self) -> bool:
-        """Whether the training run was finished before this process, which has made no run.
-
-        Then ``end`` reports nothing, because that was reported, and nothing is saved.
-        """
-        return self.why_finished is not None and not self._loop_state.runs
 
     def measure_data_wait(self) -> float | None:
         """Return how long the ``until_stop`` loops have waited for their data, in seconds; ``None`` if there was none.
 
         Measuring begins with the first call, for the loops that are then open.
         """
-        return self._services.data_waits.total()
+        return self.data_waits.total()
 
     def run(self, fetches: Any, feed_dict: Mapping[str, Any] | None = None, who: object = None) -> Any:
         """Evaluate ``fetches`` now, without a step and without hooks (``tf.Session.run``).
@@ -502,7 +340,7 @@ class Session:
     def close(self) -> None:
         """Refuse further fetches and release the last outputs. The loop calls this."""
         self._closed = True
-        self._loop_state.outputs = NO_OUTPUTS
+        self.loop_state.release_outputs()
 
     def evaluator_between_runs(self, fetches: Any, feed_dict: Mapping[str, Any] | None = None) -> Evaluator:
         """Return what evaluates ``fetches`` while no run is in progress. The loop and :meth:`run` use it."""
@@ -513,9 +351,9 @@ class Session:
             )
         feeds = {} if feed_dict is None else feed_dict
         check_feed_names(feeds, "Session.run")
-        ran = self._loop_state.outputs is not NO_OUTPUTS
-        evaluator = self.new_evaluator(self, self._loop_state.outputs if ran else None, feeds)
-        evaluator.ran, evaluator.gone, evaluator.detaches = ran, self._services.inputs, True
+        ran = self.loop_state.outputs is not NO_OUTPUTS
+        evaluator = self.new_evaluator(self, self.loop_state.outputs if ran else None, feeds)
+        evaluator.ran, evaluator.gone, evaluator.detaches = ran, self.step_function.parameters, True
         for name in watched_names(fetches):
             if not evaluator.is_given(name):
                 raise FetchError(

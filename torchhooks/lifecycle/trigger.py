@@ -124,7 +124,8 @@ class Trigger:
     def force(self) -> None:
         """Have the loop call the hook in the next run, which is due whatever the timer says.
 
-        A hook may call this before the first run, in ``after_create_session``. Later, the loop does.
+        A hook may call this outside of a run: in ``after_create_session``, and at the end of an epoch. Otherwise, the
+        loop does.
         """
         self.is_forced = True
         self.run = -1

@@ -4,11 +4,16 @@ Read ``monitored_loop`` first, then ``runner``, whose ``begin`` and ``finish`` r
 ``boundaries``, which is the order of what happens between two runs. ``life`` is the order at the two ends of a loop.
 
 ``schedule`` chooses the hooks of a run by their triggers, ``requests`` checks and records what they request,
-``until_stop`` iterates over items, ``epoch_end`` calls the hooks for the end of an epoch, ``sessions`` creates a
-session and restores it, ``recoveries`` recovers from an error or leaves it to the script, ``caught`` tells errors that
-the script has caught from one that leaves the loop, ``first_runs`` has the checks of the first runs, ``advice`` says
-what a script probably does not mean, ``body`` is the form ``with loop.step()``, ``arguments`` checks what the loop is
-created with, and ``rank_sync`` keeps it in step with the other ranks.
+``until_stop`` iterates over items, ``epoch_end`` calls the hooks for the end of an epoch, ``sessions`` makes the state
+of a loop, creates its session and restores it, ``recoveries`` recovers from an error or leaves it to the script,
+``caught`` tells errors that the script has caught from one that leaves the loop, ``first_runs`` has the checks of the
+first runs, ``advice`` says what a script probably does not mean, ``body`` is the form ``with loop.step()``, and
+``rank_sync`` keeps the loop in step with the other ranks.
+
+Each part of a loop gets the same few objects: ``training``, the state of the loop
+(:mod:`torchhooks.progress.training_state`), its ``schedule`` of hooks, the ``sessions``, and ``rank_sync`` if there are
+several ranks. It keeps no copy of what one of them has. What the loop was given is in
+:class:`torchhooks.lifecycle.settings.LoopSettings`, and what it begins with in its ``plan``.
 
 What to know before changing what happens between two runs:
 
@@ -19,10 +24,12 @@ What to know before changing what happens between two runs:
 4. An error in it is left to the script and never recovered from; exactly ``StopIteration`` ends the loop cleanly.
 5. An error of ``end_run`` is one of the run, which a recovery makes again. One of ``after_run`` is not.
 6. A recovery is made in a run, from an error of a thread, and while a session is created: see ``recoveries``.
-7. After an error that the script catches, the phase is that before the run. ``caught`` notices it at the next boundary.
+7. After an error that the script catches, the phase is that before the run. ``caught`` notices it at the next boundary,
+   after the calls of the item: what is counted there is not in the checkpoint that one of these has just saved.
 8. A request to stop becomes a stop while its run still has its number, so that all ranks stop in one run. Later ones
    wait for a boundary.
-9. An epoch is taken from the agenda before its hooks are called, which may come back to it.
+9. An epoch is taken from the agenda before its hooks are called, which may come back to it. If one of them raises, the
+   others are not called for it. A saver that is due by epochs is one of them, unless an item is open around the loop.
 10. ``close_loop`` alone notices that an epoch has ended. After a ``break`` no run is idle until its hooks were called.
 11. The call of the last item of an inner loop is postponed to the end of the outer item, unless the loop stops.
 12. A call that returns ``False`` has something left for the stop. One for the stop replaces the hook's for the item.

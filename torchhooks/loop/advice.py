@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchhooks.checkpoints.contents import modules_of
 from torchhooks.checkpoints.unsaved import Contents
 from torchhooks.common.log import logger
 from torchhooks.common.members import is_a, values_in_attributes
@@ -25,12 +26,14 @@ from torchhooks.common.text import shortened
 from torchhooks.common.timers import first_due
 from torchhooks.data.position import Return
 from torchhooks.fetches.names import parameters_of
+from torchhooks.lifecycle.extension import LoopPlan
 from torchhooks.lifecycle.hook import PeriodicHook, SessionRunHook, StandardHook, overrides
-from torchhooks.loop.arguments import HOOK_METHODS, LoopArguments, is_of_package
+from torchhooks.lifecycle.settings import HOOK_METHODS, is_of_package
 from torchhooks.loop.caught import CaughtErrors
 from torchhooks.loop.schedule import Schedule
 from torchhooks.loop.sessions import Sessions
-from torchhooks.progress.loop_state import NO_OUTPUTS, LoopState, StoppedBy
+from torchhooks.progress.loop_state import NO_OUTPUTS, StoppedBy
+from torchhooks.progress.training_state import TrainingState
 
 Line = tuple[int, str]
 """The level of a log line, and its text."""
@@ -39,8 +42,9 @@ Line = tuple[int, str]
 class LoopParts(NamedTuple):
     """What the functions read."""
 
-    arguments: LoopArguments
-    state: LoopState
+    training: TrainingState
+    plan: LoopPlan
+    script_hooks: tuple[SessionRunHook, ...]
     schedule: Schedule
     sessions: Sessions
     caught: CaughtErrors
@@ -54,7 +58,7 @@ class Advice:
 
     def say(self, functions: tuple[Callable[[LoopParts], Iterator[Line]], ...]) -> None:
         """Log the lines of ``functions``. Chief only."""
-        if not self._parts.arguments.ranks.is_chief:
+        if not self._parts.training.ranks.is_chief:
             return
         for function in functions:
             try:
@@ -77,7 +81,7 @@ def _named(hook: SessionRunHook) -> str:
 
 def unused_methods(parts: LoopParts) -> Iterator[Line]:
     """Name each hook that overrides no method of SessionRunHook, but has others, which nothing calls."""
-    for index, hook in enumerate(parts.arguments.script_hooks):
+    for index, hook in enumerate(parts.script_hooks):
         others = [name for name, value in inspect.getmembers_static(type(hook), callable) if not name.startswith("_")]
         unused = [name for name in others if name not in (*HOOK_METHODS, "state_dict", "load_state_dict")]
         if unused and not any(overrides(hook, method) for method in HOOK_METHODS):
@@ -92,7 +96,7 @@ def unused_methods(parts: LoopParts) -> Iterator[Line]:
 
 def inner_hooks(parts: LoopParts) -> Iterator[Line]:
     """Name each periodic hook that a hook of the script has in an attribute, and that is none of the loop's."""
-    hooks = parts.arguments.script_hooks
+    hooks = parts.script_hooks
     for index, hook in enumerate(hooks):
         if is_of_package(hook):
             continue
@@ -120,19 +124,19 @@ GIVEN = (unused_methods, inner_hooks)
 
 def no_saver(parts: LoopParts) -> Iterator[Line]:
     """Say that the training run cannot be resumed, though the script has named a folder for it."""
-    arguments, session = parts.arguments, parts.sessions.session
-    if arguments.checkpoint_dir is not None and not (session.was_restored or arguments.has_saver):
-        given = arguments.checkpoint_dir
+    plan, session = parts.plan, parts.sessions.session
+    if plan.folder is not None and not (session.was_restored or plan.savers):
+        given = plan.folder
         way_out = f"add CheckpointSaverHook({given!r}, save_secs=600)"
         yield logging.WARNING, f"{given} has no checkpoint, and no hook saves one: {way_out}"
 
 
 def missing_parts(parts: LoopParts) -> Iterator[Line]:
     """Say if the checkpoints of the loop will contain no model or no optimizer."""
-    arguments = parts.arguments
-    if not arguments.has_checkpoints:
+    training = parts.training
+    if not parts.plan.has_checkpoints:
         return
-    objects = [arguments.model, arguments.optimizer, *arguments.state.values()]
+    objects = [training.model, training.optimizer, *training.state.values()]
     # A wrapper of another library, or a trainer in state, has its model and optimizer in attributes.
     objects += [member for part in objects for member in getattr(part, "__dict__", {}).values()]
     missing = [
@@ -150,13 +154,13 @@ def missing_parts(parts: LoopParts) -> Iterator[Line]:
 
 def other_parameters(parts: LoopParts) -> Iterator[Line]:
     """Name each optimizer in the checkpoints that trains parameters which these will not contain."""
-    arguments = parts.arguments
-    if not arguments.has_checkpoints:
+    training = parts.training
+    if not parts.plan.has_checkpoints:
         return
-    optimizers: dict[str, Any] = {"the optimizer": arguments.optimizer}
-    optimizers |= {f"state[{name!r}]": part for name, part in arguments.state.items() if hasattr(part, "param_groups")}
-    modules = [part for part in (arguments.model, *arguments.state.values()) if isinstance(part, torch.nn.Module)]
-    contents = Contents([arguments.model, *arguments.state.values(), *arguments.hook_states.values()])
+    optimizers: dict[str, Any] = {"the optimizer": training.optimizer}
+    optimizers |= {f"state[{name!r}]": part for name, part in training.state.items() if hasattr(part, "param_groups")}
+    modules = modules_of(training)
+    contents = Contents([training.model, *training.state.values(), *training.hooks.values()])
     for name, optimizer in optimizers.items():
         trained = [each for each in parameters_of(optimizer) if each.requires_grad]
         lost = sum(map(contents.lack, trained))
@@ -177,11 +181,11 @@ def other_parameters(parts: LoopParts) -> Iterator[Line]:
 
 def another_folder(parts: LoopParts) -> Iterator[Line]:
     """Say if every hook that saves does so in another folder than the one from which the loop resumes."""
-    arguments = parts.arguments
-    folder = arguments.checkpoint_dir
-    if folder is None or arguments.checkpoint is not None:  # a chosen checkpoint may begin a training run elsewhere
+    plan = parts.plan
+    folder = plan.folder
+    if folder is None or plan.checkpoint is not None:  # a chosen checkpoint may begin a training run elsewhere
         return
-    saving = [hook for hook in arguments.hooks if hook.saves_checkpoints and hook.checkpoint_dir is not None]
+    saving = [hook for hook in plan.all_hooks if hook.saves_checkpoints and hook.checkpoint_dir is not None]
     places = [os.path.realpath(hook.checkpoint_dir) for hook in saving if hook.checkpoint_dir is not None]
     if places and os.path.realpath(folder) not in places:
         yield (
@@ -202,7 +206,7 @@ def names_to_come(parts: LoopParts) -> Iterator[Line]:
 
     It would be an error when the hook is due, perhaps an hour later. Nothing is evaluated.
     """
-    if parts.state.outputs is NO_OUTPUTS:
+    if parts.training.loop_state.outputs is NO_OUTPUTS:
         return
     evaluator = parts.sessions.session.evaluator_between_runs(None)
     for slot in parts.schedule.all_hooks:
@@ -215,9 +219,9 @@ def late_hooks(parts: LoopParts) -> Iterator[Line]:
 
     In an ``until_stop``, a checkpoint is saved after all hooks.
     """
-    if parts.sessions.position.depth:
+    if parts.training.position.depth:
         return
-    hooks, states = parts.arguments.plan.hooks, [*parts.arguments.hook_states.values()]
+    hooks, states = parts.plan.hooks, [*parts.training.hooks.values()]
     saver = next((hook for hook in hooks if hook.saves_checkpoints), None)
     if saver is None:
         return
@@ -238,7 +242,7 @@ FIRST_RUN = (names_to_come, late_hooks)
 
 def no_run(parts: LoopParts) -> Iterator[Line]:
     """Say if the data ended and no run was made, and why that may be."""
-    position, state = parts.sessions.position, parts.state
+    position, state = parts.training.position, parts.training.loop_state
     if parts.caught.count:
         return  # there were runs, which failed
     # A stop may come before the loop that is to be resumed.
@@ -257,11 +261,11 @@ def no_run(parts: LoopParts) -> Iterator[Line]:
 
 def never_due(parts: LoopParts) -> Iterator[Line]:
     """Name each hook that was never due, because the training run, which is over, was shorter than its period."""
-    state, session = parts.state, parts.sessions.session
+    state, training = parts.training.loop_state, parts.training
     is_paused = state.stop is not None and state.stop.by in (StoppedBy.SIGNAL, StoppedBy.CALLER)
-    if not state.runs or (is_paused and session.why_finished is None):
+    if not state.runs or (is_paused and training.why_finished is None):
         return
-    lengths = {"steps": state.global_step, "epochs": parts.sessions.position.epochs_ended}
+    lengths = {"steps": state.global_step, "epochs": training.position.epochs_ended}
     for slot in parts.schedule.all_hooks:
         hook = slot.hook
         first = first_due(hook.timer) if isinstance(hook, PeriodicHook) and not hook.works_at_end else None

@@ -11,7 +11,8 @@ from torchhooks.loop.boundaries import Boundaries
 from torchhooks.loop.recoveries import Recoveries
 from torchhooks.loop.runner import Run, Runner
 from torchhooks.loop.until_stop import DataLoops
-from torchhooks.progress.loop_state import IDLE, RUNNING, LoopState
+from torchhooks.progress.loop_state import IDLE, RUNNING
+from torchhooks.progress.training_state import TrainingState
 
 
 class Body:
@@ -22,9 +23,9 @@ class Body:
     """
 
     def __init__(
-        self, state: LoopState, runner: Runner, boundaries: Boundaries, recoveries: Recoveries, data: DataLoops
+        self, training: TrainingState, runner: Runner, boundaries: Boundaries, recoveries: Recoveries, data: DataLoops
     ) -> None:
-        self._state, self._runner, self._data = state, runner, data
+        self._training, self._runner, self._data = training, runner, data
         self._boundaries, self._recoveries = boundaries, recoveries
         self._outputs: dict[str, object] | None = None  # of the body in progress
         self._run: Run | None = None  # the run in progress, if a hook was called before the body
@@ -34,10 +35,10 @@ class Body:
     @property
     def global_step(self) -> int:
         """The global step of the loop."""
-        return self._state.global_step
+        return self._training.global_step
 
     def __enter__(self) -> dict[str, object]:
-        state = self._state
+        state = self._training.loop_state
         if not self.offered or state.phase is not IDLE or state.stop is not None:
             self._check_entry()
         self.offered = False
@@ -61,8 +62,9 @@ class Body:
         run, self._run = self._run, None
         try:
             self._runner.finish(run, outputs)
-            if not self._state.pending:
-                self._state.phase = IDLE
+            state = self._training.loop_state
+            if not state.pending:
+                state.phase = IDLE
                 return False
             self._boundaries.end_run()
         except BaseException as failure:
@@ -85,12 +87,12 @@ class Body:
             "with a with statement around it"
         )
         self._abandon_run(unfinished if error is None else error)
-        self._state.run_is_over()
+        self._training.loop_state.run_is_over()
         return unfinished if error is None else None
 
     def _check_entry(self) -> None:
         """Raise the reason why no run can begin here, unless one is allowed after a thread's stop."""
-        if not self.offered and self._state.phase is not RUNNING:
+        if not self.offered and self._training.loop_state.phase is not RUNNING:
             raise LifecycleError(
                 "the object that step() returned was entered twice: write with loop.step() as outputs for each run"
             )

@@ -43,13 +43,12 @@ from torchhooks.common.log import logger
 from torchhooks.common.source import Line, leaves_at_end_of_body, lines_of_script
 from torchhooks.data.cursor import IN_ITEM, Cursor
 from torchhooks.data.position import Point
-from torchhooks.device.readback import Readback
 from torchhooks.loop.epoch_end import EpochEnd
 from torchhooks.loop.rank_sync import RankSync
 from torchhooks.loop.recoveries import Recoveries
 from torchhooks.loop.schedule import Schedule
-from torchhooks.loop.sessions import Sessions
-from torchhooks.progress.loop_state import IDLE, RUNNING, LoopState, Phase
+from torchhooks.progress.loop_state import IDLE, RUNNING, Phase
+from torchhooks.progress.training_state import TrainingState
 from torchhooks.ranks.agreement import HAS_CALLS, HAS_EPOCH
 
 _LEFT_AT_SHOULD_STOP = (
@@ -63,10 +62,8 @@ class Boundaries:
     """Does what is due between two runs of one loop, in the order of this module's table.
 
     Args:
-        state: what the loop is doing.
+        training: the state of the loop.
         schedule: the hooks, and when one is due.
-        readback: the values that are on their way to the host.
-        sessions: the session, how far the loop is in its data, and what waits.
         rank_sync: keeps the loop in step with the other ranks; ``None`` in a process that is alone.
         recoveries: recovers from an error, or leaves it to the script.
         epoch_end: calls the hooks for the end of an epoch.
@@ -74,18 +71,14 @@ class Boundaries:
 
     def __init__(
         self,
-        state: LoopState,
+        training: TrainingState,
         schedule: Schedule,
-        readback: Readback,
-        sessions: Sessions,
         rank_sync: RankSync | None,
         recoveries: Recoveries,
         epoch_end: EpochEnd,
     ) -> None:
-        self._state, self._schedule, self._readback = state, schedule, readback
-        self._agenda, self._position, self._rank_sync = sessions.agenda, sessions.position, rank_sync
+        self._training, self._schedule, self._rank_sync = training, schedule, rank_sync
         self._recoveries, self._epoch_end = recoveries, epoch_end
-        self._caught, self._policy = recoveries.caught, recoveries.policy
         # Where the body was told to stop by should_stop(), after which it may leave its item early.
         self._told_to_stop_at: list[Line] = []
 
@@ -93,7 +86,7 @@ class Boundaries:
 
     def end_run(self) -> None:
         """End a run that has something to do at its end. An error is one of the run; :meth:`after_run` follows."""
-        self._state.pending = False  # first of all: a thread or a signal may set it again at any time
+        self._training.loop_state.begin_end_of_run()  # first of all: a thread or a signal may set it again at any time
         self._make_checks()  # before the callbacks: what these find is an error of the script
         self._take_values()  # before the requests: a callback may ask for a stop
         self._take_triggers()  # before the calls of the item: what is asked for from here on is due in the next run
@@ -118,13 +111,13 @@ class Boundaries:
 
     def end_epoch(self) -> None:
         """Call the hooks for the end of an epoch, unless that was done. It does not replace the session."""
-        ended = self._agenda.take_epoch()  # first: a hook may come here again, as by evaluation.values
-        if ended is not None and self._state.phase is not Phase.FAILED:
+        ended = self._training.agenda.take_epoch()  # first: a hook may come here again, as by evaluation.values
+        if ended is not None and self._training.loop_state.phase is not Phase.FAILED:
             self._make(partial(self._epoch_end.call, ended))
 
     def should_stop(self) -> bool:
         """Do what is due where the script asks whether to stop, and return the answer."""
-        if self._agenda.epochs_ended is not None:
+        if self._training.agenda.epochs_ended is not None:
             self.end_epoch()  # before the stop: a checkpoint contains what these hooks do
         is_stopping = self._notice_stop()
         if is_stopping:
@@ -139,8 +132,8 @@ class Boundaries:
     def close(self, attempt: Attempts) -> None:
         """Make the calls that wait, now that the loop closes. Each is made, though others fail."""
         attempt(self.end_epoch)
-        for who in self._agenda.due_at(0):
-            attempt(self._agenda.make_item_calls, [who], [])
+        for who in self._training.agenda.due_at(0):
+            attempt(self._training.agenda.make_item_calls, [who], [])
 
     # -- their lines --------------------------------------------------------------------------------------------------
 
@@ -151,11 +144,11 @@ class Boundaries:
         a run begins, it is raised, as another ``StopIteration`` of the run; else there is no code of the script that
         could catch it. If the loop closes, an error is raised as it is.
         """
-        state, rank_sync = self._state, self._rank_sync
+        state, rank_sync = self._training.loop_state, self._rank_sync
         if state.phase is Phase.CLOSED:
             calls()
             return
-        begins_run, state.phase = state.phase is RUNNING, RUNNING  # none of the calls may begin a run
+        begins_run = state.begin_calls()  # none of the calls may begin a run
         try:
             if rank_sync is None or begins_run:
                 calls()
@@ -174,17 +167,18 @@ class Boundaries:
                 state.run_is_over()
 
     def _make_checks(self) -> None:
-        checks = self._agenda.run_calls
+        checks = self._training.agenda.run_calls
         for check in [*checks]:
             if check():  # if it raises, it is made again, and so are those after it
                 checks.remove(check)
         if checks:
-            self._state.set_pending()
+            self._training.loop_state.set_pending()
 
     def _take_values(self) -> None:
-        if self._readback.waiting:
-            self._state.set_pending()
-            self._readback.end_run()
+        readback = self._training.readback
+        if readback.waiting:
+            self._training.loop_state.set_pending()
+            readback.end_run()
 
     def _take_triggers(self) -> None:
         if self._schedule.is_triggered_externally:
@@ -192,21 +186,21 @@ class Boundaries:
 
     def _make_calls_of_left_item(self) -> None:
         """Make the calls of an item that the body left by ``break``: no loop asks for another item."""
-        if self._agenda.item_calls and not self._agenda.depth():
+        if self._training.agenda.item_calls and not self._training.agenda.depth():
             self._make_all_item_calls()
 
     def _make_all_item_calls(self) -> None:
-        self._agenda.make_item_calls(self._agenda.due_at(0), [])
+        self._training.agenda.make_item_calls(self._training.agenda.due_at(0), [])
 
     def _end_item(self, cursor: Cursor) -> list[object]:
         """Make the calls that wait for the end of the item; return who has nothing left to do at a stop in it."""
         cursor.item_done()  # first: a checkpoint that one of the calls saves contains the item
-        agenda, saved = self._agenda, list[object]()
-        if not (agenda.item_calls and cursor.is_in_position and self._state.is_between_runs):
+        agenda, saved = self._training.agenda, list[object]()
+        if not (agenda.item_calls and cursor.is_in_position and self._training.loop_state.is_between_runs):
             return saved
         # At the end of an inner loop, the code after it still belongs to the item of the outer one. Not at a stop,
         # which leaves no outer item to wait for.
-        if self._state.stop is None and cursor.depth > 1 and cursor.ends_with_item:
+        if self._training.loop_state.stop is None and cursor.depth > 1 and cursor.ends_with_item:
             agenda.postpone(agenda.depth())
         if due := agenda.due_at(agenda.depth()):
             self._make(partial(agenda.make_item_calls, due, saved))
@@ -218,7 +212,7 @@ class Boundaries:
         So no body begins on any rank if a stop was asked for since the last run, and a rank that has left the loop is
         noticed.
         """
-        state = self._state
+        state = self._training.loop_state
         if self._rank_sync is None or not (cursor.nests and cursor.is_in_position and cursor.has_new_item):
             return
         if not cursor.ends_with_item and state.phase is IDLE and state.stop is None:
@@ -226,8 +220,8 @@ class Boundaries:
 
     def _take_up(self) -> None:
         """Take up what has come since the last time: an error that the script has caught, and requests to stop."""
-        self._caught.look()
-        self._state.take_up_requests()
+        self._recoveries.caught.look()
+        self._training.loop_state.take_up_requests()
 
     def notice_stop(self, error: Exception | None = None) -> bool:
         """Take up what threads and signals have asked for since the last call, and return whether the loop stops.
@@ -235,12 +229,14 @@ class Boundaries:
         An ``error`` out of iterating over the data does not stop it, unless it may be due to a signal.
         """
         if error is not None:
-            if not self._state.is_due_to_signal(error):
+            if not self._training.loop_state.is_due_to_signal(error):
                 return False
             logger.warning(
-                "the data raised an error after signal %s, which stops the loop", self._state.signal, exc_info=error
+                "the data raised an error after signal %s, which stops the loop",
+                self._training.loop_state.signal,
+                exc_info=error,
             )
-            self._state.set_pending()
+            self._training.loop_state.set_pending()
         try:
             return self._notice_stop()
         except StopIteration as clean:  # out of a hook, while recovering from a thread's error
@@ -249,7 +245,7 @@ class Boundaries:
             return True
 
     def _notice_stop(self) -> bool:
-        state = self._state
+        state = self._training.loop_state
         if state.stop is None and state.pending:
             self._take_up()
             if self._rank_sync is not None:
@@ -263,14 +259,16 @@ class Boundaries:
 
     def _run_is_over(self) -> None:
         """Leave the run, which went well: the next error begins a new series of recoveries, also one of a thread."""
-        self._state.run_is_over()
-        if not self._state.in_step_fn:  # which is called again as a whole, so it has to succeed as a whole
-            self._policy.run_went_well()
+        self._training.loop_state.run_is_over()
+        if (
+            not self._training.loop_state.in_step_fn
+        ):  # which is called again as a whole, so it has to succeed as a whole
+            self._recoveries.policy.run_went_well()
 
     def _recover_from_thread(self) -> None:
         error = self._recoveries.error_of_thread()
         # Of several ranks, none replaces its session.
-        if error is not None and self._agenda.item_calls and self._rank_sync is None:
+        if error is not None and self._training.agenda.item_calls and self._rank_sync is None:
             # First the calls of the session that is about to be replaced.
             self._make(self._make_all_item_calls)
             error = self._recoveries.error_of_thread()  # one of them may have ended the loop
@@ -288,12 +286,12 @@ class Boundaries:
         if not cursor.may_nest:
             return
         if cursor.is_side_by_side:
-            self._position.drop(cursor)
+            self._training.position.drop(cursor)
             return
-        for inner in self._position.inside(cursor):
+        for inner in self._training.position.inside(cursor):
             inner.outlive_item()
             self.close_loop(inner)
-        self._position.item_done(cursor)
+        self._training.position.item_done(cursor)
 
     def close_loop(self, cursor: Cursor) -> None:
         """Close a loop whose data ended, which stops, or which the body left. The end of an epoch is noticed here only.
@@ -302,7 +300,7 @@ class Boundaries:
         when the script next asks the loop for something, and at the latest when the next run begins: a generator that a
         ``break`` closes must not raise, Python would drop the exception.
         """
-        state, position = self._state, self._position
+        state, position = self._training.loop_state, self._training.position
         if not position.is_open(cursor):
             return
         if self._told_to_stop_at and cursor.state is IN_ITEM:
@@ -321,10 +319,10 @@ class Boundaries:
         if not position.is_at_stop and state.is_between_runs:
             ended = position.count_epoch(cursor)
             if ended is not None:  # a break may leave several loops, of which the innermost is the epoch
-                self._agenda.end_epoch(ended)
+                self._training.agenda.end_epoch(ended)
                 if cursor.left:
                     state.interrupt()  # the next run makes the calls first, if nothing does so before
-        if self._agenda.item_calls and not self._agenda.depth():
+        if self._training.agenda.item_calls and not self._training.agenda.depth():
             state.set_pending()
 
     # -- a stop -------------------------------------------------------------------------------------------------------
@@ -338,8 +336,8 @@ class Boundaries:
             point: where in the script.
             saved: whose call for the item was made just now, and left nothing to do.
         """
-        is_in_loop = self._agenda.depth() > 0
-        if self._position.is_at_stop or self._state.phase is RUNNING:
+        is_in_loop = self._training.agenda.depth() > 0
+        if self._training.position.is_at_stop or self._training.loop_state.phase is RUNNING:
             return
         if point is Point.AT_SHOULD_STOP:
             if not is_in_loop:
@@ -348,14 +346,14 @@ class Boundaries:
         elif self.has_parted and point is not Point.IN_ITEM:
             self.save_at_parting()  # with the calls that were just made, as on the rank that has left its loops
             return
-        self._position.stop_at(point)
+        self._training.position.stop_at(point)
         if is_in_loop:
             self._make_stop_calls(saved)
 
     def _make_stop_calls(self, saved: Container[object] = ()) -> None:
-        due = [who for who in self._agenda.stop_calls if who not in saved]
-        if self._state.is_between_runs:
-            self._make(lambda: self._agenda.make_stop_calls(due))
+        due = [who for who in self._training.agenda.stop_calls if who not in saved]
+        if self._training.loop_state.is_between_runs:
+            self._make(lambda: self._training.agenda.make_stop_calls(due))
 
     # -- where the ranks part: see RankSync.close() -------------------------------------------------------------------
 
@@ -371,14 +369,14 @@ class Boundaries:
 
     def due_at_close(self) -> int:
         """Return which calls are due: HAS_CALLS for the end of an item, which this rank has left; HAS_EPOCH."""
-        if not self._state.is_between_runs:
+        if not self._training.loop_state.is_between_runs:
             return 0
-        outermost = self._position.trained_loop
+        outermost = self._training.position.trained_loop
         inner = None if outermost is None else outermost.inner
         # If the body has left an inner loop too, or is still in one, another rank may be elsewhere in its data.
-        is_alike = not self._agenda.depth() and not (inner is not None and inner.left)
-        has_calls = self._agenda.item_calls and is_alike
-        return (HAS_CALLS if has_calls else 0) | (HAS_EPOCH if self._agenda.epochs_ended is not None else 0)
+        is_alike = not self._training.agenda.depth() and not (inner is not None and inner.left)
+        has_calls = self._training.agenda.item_calls and is_alike
+        return (HAS_CALLS if has_calls else 0) | (HAS_EPOCH if self._training.agenda.epochs_ended is not None else 0)
 
     def make_at_close(self, calls: int) -> None:
         """Make these ``calls``, which another rank makes where the script has left its loops on this one."""
@@ -392,7 +390,9 @@ class Boundaries:
 
         Otherwise they could not resume from what is saved here.
         """
-        if not self._position.is_at_stop:
-            self._position.stop_at(Point.IN_BODY)
-            if self._rank_sync is not None and self._rank_sync.is_same_everywhere(self._position.place_of_stop):
+        if not self._training.position.is_at_stop:
+            self._training.position.stop_at(Point.IN_BODY)
+            if self._rank_sync is not None and self._rank_sync.is_same_everywhere(
+                self._training.position.place_of_stop
+            ):
                 self._make_stop_calls()

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from torchhooks.common.errors import add_note, brief, chain
 from torchhooks.common.log import logger
-from torchhooks.data.position import DataPosition
-from torchhooks.progress.loop_state import NO_OUTPUTS, LoopState
+from torchhooks.progress.loop_state import NO_OUTPUTS
+from torchhooks.progress.training_state import TrainingState
 
 # The beginnings of a note that names a hook, and of one that names a run.
 _HOOK, _RUN = re.compile("torchhooks: in (?!run )"), re.compile("torchhooks: (in|after) run ")
@@ -48,23 +48,22 @@ class CaughtErrors:
     """Tells errors that the script has caught from one that is still on its way out of the ``with`` block.
 
     Args:
-        state: what the loop is doing.
-        position: how far it is in its data.
+        training: the state of the loop.
     """
 
-    def __init__(self, state: LoopState, position: DataPosition) -> None:
-        self._state, self._position = state, position
+    def __init__(self, training: TrainingState) -> None:
+        self._training = training
         self._last: _Failure | None = None  # the error that left last, until it is known to be caught
         self.count = 0
         """How many errors the script has caught."""
 
     def place(self, *, in_run: bool) -> Place:
         """Return where the loop is, before an error drops the run in progress, or else in a call between two runs."""
-        state = self._state
+        state = self._training.loop_state
         context = state.context
         counts = not in_run or (state.outputs is not NO_OUTPUTS if context is None else context.counts)
         words = [f"run {state.runs + (not counts)}"]
-        for word, number in (("epoch", self._position.epoch), ("item", self._position.batch)):
+        for word, number in (("epoch", self._training.epoch), ("item", self._training.batch)):
             words += [] if number is None else [f"{word} {number}"]
         return Place(", ".join(words), counts, in_run)
 
@@ -90,15 +89,15 @@ class CaughtErrors:
         kept = note if any(other is note for other in _notes(error)) else None
         is_of_step = not place.counts and not of_hook
         self._last = _Failure(brief(error), place, is_of_step, kept, had_cause)
-        self._state.note_open(False)
-        self._state.set_pending()  # the end of the next run, or of the item, calls look()
+        self._training.loop_state.note_open(False)
+        self._training.loop_state.set_pending()  # the end of the next run, or of the item, calls look()
         return True
 
     def recovered(self, error: BaseException) -> None:
         """Note that the loop has recovered from ``error``, which a run has left to the function that made it."""
         if any(map(self._is_last, chain(error))):
             self._last = None
-            self._state.note_open(True)
+            self._training.loop_state.note_open(True)
 
     def look(self) -> None:
         """Note that the script has caught the last error, unless it is still on its way. The loop was called again."""
@@ -140,10 +139,10 @@ class CaughtErrors:
 
     def _last_was_caught(self) -> None:
         failure, self._last = self._last, None
-        if failure is None or self._state.failure is not None:
+        if failure is None or self._training.loop_state.failure is not None:
             return  # that of a loop that has failed is raised again by the next call
         self.count += 1
-        self._state.note_open(True)
+        self._training.loop_state.note_open(True)
         if self.count == 1:
             counts = "counts" if failure.place.counts else "does not count"
             logger.warning(

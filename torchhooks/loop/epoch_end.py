@@ -10,7 +10,7 @@ from torchhooks.loop.rank_sync import RankSync
 from torchhooks.loop.requests import NO_RESULTS, NOTHING_RECORDED, Request, check_late, check_request
 from torchhooks.loop.schedule import HookSlot, Schedule, note_hook
 from torchhooks.loop.sessions import Sessions
-from torchhooks.progress.loop_state import LoopState
+from torchhooks.progress.training_state import TrainingState
 
 
 class EpochEnd:
@@ -23,21 +23,21 @@ class EpochEnd:
 
     def __init__(
         self,
-        state: LoopState,
+        training: TrainingState,
         schedule: Schedule,
         sessions: Sessions,
         rank_sync: RankSync | None,
         first_runs: FirstRuns,
     ) -> None:
-        self._state, self._schedule, self._sessions, self._rank_sync = state, schedule, sessions, rank_sync
+        self._training, self._schedule, self._sessions, self._rank_sync = training, schedule, sessions, rank_sync
         self._first_runs = first_runs
 
     def call(self, ended: int) -> None:
         """Call the hooks that are due now that ``ended`` epochs have ended."""
-        if not self._state.global_step:  # in a later epoch, the few runs since a resume say nothing
+        if not self._training.global_step:  # in a later epoch, the few runs since a resume say nothing
             self._first_runs.warn_of_no_step()
         schedule = self._schedule
-        schedule.accumulated.epoch_ended()  # first, so that a checkpoint from a call below says so
+        self._training.accumulated.epoch_ended()  # first, so that a checkpoint from a call below says so
         due = schedule.due_at_end_of(ended)
         if self._rank_sync is not None:
             self._rank_sync.epoch_ends([slot.hook for slot in due])
@@ -51,10 +51,10 @@ class EpochEnd:
         An output that a hook asks for is NaN, with a warning, if this process has made no run: it was resumed where an
         epoch ends.
         """
-        state, session = self._state, self._sessions.session
+        state, session = self._training.loop_state, self._sessions.session
         enclosing = state.context  # the run that begins, if an epoch was left by a break before it
-        context = state.context = SessionRunContext(self._sessions.run_services, None, {})
-        context.ends_epoch = True
+        context = SessionRunContext.at_end_of_epoch(session)
+        state.begin_with_hooks(context)
         requests: list[Request] = []
         method = "before_run"
         try:
@@ -67,7 +67,7 @@ class EpochEnd:
                 if request is not None:
                     check_request(requests, slot, request)
                     check_late(slot, request, None)
-                    self._schedule.accumulated.declare(slot, request.fetches, state.runs)
+                    session.accumulated.declare(slot, request.fetches, state.runs)
                     requests.append((slot, request))
             evaluator = session.evaluator_between_runs([request.fetches for _, request in requests])
             evaluator.before_first_run = math.nan
@@ -85,6 +85,6 @@ class EpochEnd:
         except BaseException as error:
             note_hook(error, context.caller, method, state.global_step)
             raise
-        state.context = enclosing
+        state.end_with_hooks(enclosing)
         if state.stop_requests:
             state.stop_as_requested()

@@ -8,8 +8,7 @@ from torchhooks.common.timers import EveryEpochs
 from torchhooks.lifecycle.hook import PeriodicHook
 from torchhooks.loop.advice import FIRST_RUN, Advice
 from torchhooks.loop.schedule import Schedule
-from torchhooks.loop.sessions import Sessions
-from torchhooks.progress.loop_state import LoopState
+from torchhooks.progress.training_state import TrainingState
 
 _RUNS_WITHOUT_STEP = 1000  # more than the gradients of one step accumulate over
 
@@ -17,23 +16,23 @@ _RUNS_WITHOUT_STEP = 1000  # more than the gradients of one step accumulate over
 class FirstRuns:
     """The checks of the first runs of one loop, which are made at the end of a run until they are over."""
 
-    def __init__(self, state: LoopState, schedule: Schedule, sessions: Sessions, advice: Advice) -> None:
-        self._state, self._schedule, self._sessions, self._advice = state, schedule, sessions, advice
+    def __init__(self, training: TrainingState, schedule: Schedule, advice: Advice) -> None:
+        self._training, self._schedule, self._advice = training, schedule, advice
         self._checks_epochs_until = 2  # the run: only the second one in an item shows that the item has several
-        self._misses_step = not state.steps_per_run  # until that was logged
+        self._misses_step = not training.loop_state.steps_per_run  # until that was logged
         self.are_over = False
         """Whether a run has come to its end; with ``step_unit="optimizer_step"``, one that has counted a step."""
-        sessions.agenda.after_run(self._check_epochs)
-        sessions.agenda.after_run(self._look_up)
-        if sessions.session.ranks.may_be_late:
-            sessions.agenda.after_run(self._look_for_ranks)
+        training.agenda.after_run(self._check_epochs)
+        training.agenda.after_run(self._look_up)
+        if training.ranks.may_be_late:
+            training.agenda.after_run(self._look_for_ranks)
 
     def _check_epochs(self) -> bool:
         """Raise, in one of the first runs, if a hook is due by epochs and none can be counted.
 
         One run before the first ``until_stop`` is only a warning: it may be there to compile the model.
         """
-        state, position = self._state, self._sessions.position
+        state, position = self._training.loop_state, self._training.position
         if state.runs > self._checks_epochs_until or state.in_step_fn:
             return True
         by_epochs = [
@@ -57,7 +56,7 @@ class FirstRuns:
 
         Hooks that are due by steps ask in runs that count one, and other runs may return less.
         """
-        state = self._state
+        state = self._training.loop_state
         if not state.steps_per_run and state.global_step == state.begun_at:
             if state.runs >= _RUNS_WITHOUT_STEP:
                 self.warn_of_no_step()
@@ -67,18 +66,18 @@ class FirstRuns:
         return True
 
     def _look_for_ranks(self) -> bool:
-        self._sessions.session.ranks.warn_if_late()
+        self._training.ranks.warn_if_late()
         return True
 
     def warn_of_no_step(self) -> None:
         """Log a warning, once, that the optimizer whose steps count has made none, so that no hook is due by steps."""
-        state, session = self._state, self._sessions.session
-        if not (self._misses_step and state.runs and session.ranks.is_chief):
+        state, training = self._training.loop_state, self._training
+        if not (self._misses_step and state.runs and training.ranks.is_chief):
             return
         self._misses_step = False
         logger.warning(
             'step_unit="optimizer_step": the step() of the %s that the loop has was not called in %d runs, so the '
             "global step is still %d, and what is due by steps never comes due. Pass the optimizer whose step() the "
             'script calls, which for SAM is the one that it wraps, sam.base_optimizer, or use step_unit="run"',
-            *(type(session.optimizer).__name__, state.runs, state.global_step),
+            *(type(training.optimizer).__name__, state.runs, state.global_step),
         )

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import weakref
 from contextlib import ExitStack
-from functools import partial
 
-from torchhooks.checkpoints.training_state import register_step_post_hook
+from torchhooks.checkpoints.contents import register_step_post_hook
 from torchhooks.common.errors import Attempts, add_note, brief
 from torchhooks.common.log import logger
-from torchhooks.device.readback import Readback
-from torchhooks.lifecycle.extension import Extension, Training, called
+from torchhooks.lifecycle.extension import Extension, LoopPlan, called
+from torchhooks.lifecycle.settings import LoopSettings
 from torchhooks.loop.advice import CLOSED, CREATED, GIVEN, Advice
-from torchhooks.loop.arguments import LoopArguments
 from torchhooks.loop.boundaries import Boundaries
 from torchhooks.loop.open_loops import note_open_loop
 from torchhooks.loop.rank_sync import RankSync
@@ -24,17 +22,19 @@ from torchhooks.loop.recoveries import Recoveries
 from torchhooks.loop.schedule import Schedule
 from torchhooks.loop.sessions import Sessions
 from torchhooks.loop.until_stop import DataLoops
-from torchhooks.progress.loop_state import Ending, LoopState, Phase
+from torchhooks.progress.loop_state import Ending, Phase
+from torchhooks.progress.training_state import TrainingState
 
 
 class Life:
     """Starts one loop, and closes it.
 
     Args:
-        arguments: what the loop was created with.
-        state: what the loop is doing.
+        training: the state of the loop.
+        settings: what the loop was given.
+        plan: what it begins with.
+        extensions: join it.
         schedule: the hooks.
-        readback: the values that are on their way to the host.
         sessions: creates the session.
         rank_sync: keeps the loop in step with the other ranks; ``None`` in a process that is alone.
         advice: what a script probably does not mean.
@@ -45,10 +45,11 @@ class Life:
 
     def __init__(
         self,
-        arguments: LoopArguments,
-        state: LoopState,
+        training: TrainingState,
+        settings: LoopSettings,
+        plan: LoopPlan,
+        extensions: tuple[Extension, ...],
         schedule: Schedule,
-        readback: Readback,
         sessions: Sessions,
         rank_sync: RankSync | None,
         advice: Advice,
@@ -56,10 +57,11 @@ class Life:
         boundaries: Boundaries,
         data: DataLoops,
     ) -> None:
-        self._arguments, self._state, self._schedule, self._readback = arguments, state, schedule, readback
+        self._training, self._settings, self._plan, self._schedule = training, settings, plan, schedule
         self._sessions, self._rank_sync, self._advice = sessions, rank_sync, advice
         self._recoveries, self._boundaries, self._data = recoveries, boundaries, data
-        self._extensions: list[Extension] = []  # of which begin() was called
+        self._extensions = extensions
+        self._joined: list[Extension] = []  # the extensions of which begin() was called
         self._begun = 0  # of how many hooks begin() was called
         self._attempt = Attempts()
         self._watching = ExitStack()  # closes what watches the loop, the last that was started first
@@ -68,14 +70,15 @@ class Life:
 
     def start(self, loop: object) -> None:
         """Handle signals, reach the other ranks, call every hook's ``begin``, and create the session of ``loop``."""
-        arguments, state, schedule = self._arguments, self._state, self._schedule
-        note_open_loop(loop, arguments, state)  # first: it refuses a loop that has a hook of another one
+        training, plan, schedule = self._training, self._plan, self._schedule
+        state = training.loop_state
+        note_open_loop(loop, plan, training)  # first: it refuses a loop that has a hook of another one
         self._advice.say(GIVEN)  # before begin(), which such a hook may fail
         schedule.attach_triggers()  # before begin(), in which a hook may look at its trigger
         state.signals.install()
         if self._rank_sync is not None:
             weakref.finalize(loop, self._rank_sync.peers.abandon).atexit = False
-            self._rank_sync.start(arguments.settings.step_unit, arguments.checkpoint_dir, arguments.checkpoint)
+            self._rank_sync.start(self._settings.step_unit, plan.folder, plan.checkpoint)
         self._begin_extensions()  # before the hooks, which may save, restore and wait for other ranks
         self._watching.callback(schedule.signals.close)
         for slot in schedule.all_hooks:
@@ -89,29 +92,20 @@ class Life:
         state.set_pending()  # the end of the first run looks up what hooks will ask for
 
     def _begin_extensions(self) -> None:
-        arguments, rank_sync = self._arguments, self._rank_sync
-        training = Training(
-            self._state,
-            self._sessions.position,
-            arguments.ranks,
-            None if rank_sync is None else rank_sync.peers,
-            arguments.checkpoint_dir,
-            arguments.saved_to,
-        )
-        for extension in arguments.extensions:
-            self._extensions.append(extension)  # first: what fails in begin() is closed too
+        for extension in self._extensions:
+            self._joined.append(extension)  # first: what fails in begin() is closed too
             self._watching.callback(self._close_extension, extension)
-            called(extension, extension.begin, training, arguments.settings)
+            called(extension, extension.begin, self._training, self._settings)
 
     def _close_extension(self, extension: Extension) -> None:
         self._attempt(called, extension, extension.close, *self._outcome())
 
     def _count_steps_of_optimizer(self) -> None:
-        if not self._state.steps_per_run:
-            optimizer = self._arguments.optimizer
+        state, optimizer = self._training.loop_state, self._training.optimizer
+        if not state.steps_per_run:
             assert optimizer is not None
-            # Not a method: the optimizer would keep a loop that nothing else refers to.
-            counter = register_step_post_hook(optimizer, partial(_count_optimizer_step, self._state))
+            # Of the loop's state: with a method of the loop, the optimizer would keep one that nothing else refers to.
+            counter = register_step_post_hook(optimizer, state.count_optimizer_step)
             self._watching.callback(counter.remove)
 
     # -- the end ------------------------------------------------------------------------------------------------------
@@ -122,7 +116,7 @@ class Life:
         Raises:
             BaseException: the error of ``ending`` if another one came before it, or what a call at the end raised.
         """
-        state, rank_sync, attempt = self._state, self._rank_sync, self._attempt
+        state, rank_sync, attempt = self._training.loop_state, self._rank_sync, self._attempt
         error = ending.error
         if state.phase is Phase.CLOSED:
             return
@@ -165,26 +159,27 @@ class Life:
     def _end_everything(self, finished: str | None) -> None:
         """Close every component, even if some fail, and collect the errors."""
         sessions, participants, attempt = self._sessions, self._schedule.all_hooks, self._attempt
-        attempt(self._readback.drain)  # first: a callback may fail, after which end() is not called
-        if self._state.failure is None and not attempt.errors:
+        attempt(self._training.readback.drain)  # first: a callback may fail, after which end() is not called
+        if self._training.loop_state.failure is None and not attempt.errors:
             attempt(sessions.finish, finished)  # first, so that each checkpoint from here on says so
             self._boundaries.close(attempt)
             self._data.check_end()
             self._advice.say(CLOSED)
             for slot in participants:
-                attempt(sessions.call, slot, "sat_out", slot.catch_up, self._state.runs)
+                attempt(sessions.call, slot, "sat_out", slot.catch_up, self._training.loop_state.runs)
                 attempt(sessions.end, slot)
-        attempt(self._readback.close)  # after end(), which may ask for values
+        attempt(self._training.readback.close)  # after end(), which may ask for values
         sessions.session.close_savers(attempt)  # after end(), which may save
         attempt(sessions.join_threads)
-        for extension in self._extensions:  # before the teardown of a hook that copies what it writes
+        for extension in self._joined:  # before the teardown of a hook that copies what it writes
             attempt(called, extension, extension.finish, *self._outcome())
         for slot in participants[: self._begun]:
             attempt(sessions.call, slot, "teardown", slot.hook.teardown)
-        if sessions.gradients is not None:
-            sessions.gradients.close()
-        if sessions.services.unsaved is not None:
-            sessions.services.unsaved.close()
+        training = self._training
+        if training.gradients is not None:
+            training.gradients.close()
+        if training.unsaved is not None:
+            training.unsaved.close()
         if self._rank_sync is not None:  # last, with the errors of all of the above
             attempt(self._rank_sync.leave, list(attempt.errors))
 
@@ -193,13 +188,13 @@ class Life:
         try:
             self._watching.close()
         finally:
-            logged = self._state.log_before_delivery(error, self._attempt.errors)
-            self._attempt(self._state.signals.restore)  # may end the process
+            logged = self._training.loop_state.log_before_delivery(error, self._attempt.errors)
+            self._attempt(self._training.loop_state.signals.restore)  # may end the process
         return logged
 
     def _outcome(self) -> tuple[str, bool]:
         """Return why the loop has ended, and whether that is an error, also one of its close."""
-        state, errors = self._state, self._attempt.errors
+        state, errors = self._training.loop_state, self._attempt.errors
         if state.failure is None and errors:
             return brief(errors[0]), True
         return state.reason or "closed", state.failure is not None
@@ -210,8 +205,9 @@ class Life:
         what = "no checkpoint was saved" if saved is None else f"the newest checkpoint is that of step {saved}"
         if self._attempt.errors:  # perhaps of the save of that checkpoint
             what = "there were errors while the loop was closed"
-        logger.info("stopped by %s at step %d: %s", self._state.reason, self._state.global_step, what)
-
-
-def _count_optimizer_step(state: LoopState, *_: object) -> None:
-    state.global_step += 1
+        logger.info(
+            "stopped by %s at step %d: %s",
+            self._training.loop_state.reason,
+            self._training.loop_state.global_step,
+            what,
+        )

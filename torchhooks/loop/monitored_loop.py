@@ -29,13 +29,13 @@ from torchhooks.common.errors import AbortedError, LifecycleError
 from torchhooks.common.log import logger
 from torchhooks.common.stateful import Stateful
 from torchhooks.common.text import shortened, shown
-from torchhooks.device.readback import Readback
 from torchhooks.fetches.names import takes_one_argument
+from torchhooks.lifecycle.extension import planned
 from torchhooks.lifecycle.hook import SessionRunHook, overrides
 from torchhooks.lifecycle.recovery import Recovery
 from torchhooks.lifecycle.session import Scaffold, Session
+from torchhooks.lifecycle.settings import LoopSettings
 from torchhooks.loop.advice import Advice, LoopParts
-from torchhooks.loop.arguments import LoopArguments
 from torchhooks.loop.body import Body
 from torchhooks.loop.boundaries import Boundaries
 from torchhooks.loop.caught import CaughtErrors
@@ -45,10 +45,10 @@ from torchhooks.loop.life import Life
 from torchhooks.loop.rank_sync import RankSync
 from torchhooks.loop.recoveries import Recoveries
 from torchhooks.loop.runner import Runner
-from torchhooks.loop.schedule import Schedule
-from torchhooks.loop.sessions import Sessions
+from torchhooks.loop.schedule import Schedule, attach_hooks
+from torchhooks.loop.sessions import Sessions, new_training_state
 from torchhooks.loop.until_stop import DataLoops
-from torchhooks.progress.loop_state import IDLE, NO_OUTPUTS, RUNNING, Ending, LeftBySignalError, LoopState, Phase
+from torchhooks.progress.loop_state import IDLE, NO_OUTPUTS, RUNNING, Ending, LeftBySignalError, Phase
 from torchhooks.progress.signals import print_no_traceback_of
 from torchhooks.ranks.ranks import Ranks
 
@@ -127,75 +127,53 @@ class MonitoredLoop(Generic[R]):
         stall_secs: float | None = None,
         stall_action: Literal["report", "abort"] = "report",
     ) -> None:
-        arguments = LoopArguments(
-            step=step,
-            model=model,
-            optimizer=optimizer,
-            hooks=hooks,
-            chief_only=self._chief_only,
-            scaffold=scaffold,
-            state=state,
-            checkpoint_dir=checkpoint_dir,
-            step_unit=step_unit,
-            recoverable_errors=recoverable_errors,
-            max_recoveries=max_recoveries,
-            signals=signals,
-            stop_grace_period_secs=stop_grace_period_secs,
-            metadata=metadata,
-            ranks=ranks,
-            stall_secs=stall_secs,
-            stall_action=stall_action,
-        )
-        self._make_parts(arguments)
+        given = dict(locals())  # first, while there is nothing but self and the arguments
+        settings = LoopSettings.checked(given)
+        self._make_parts(settings)
         if step is None:  # replaces the method, so that a run does not have to check
-            self.run = arguments.step.function  # type: ignore[method-assign]
+            self.run = settings.step.function  # type: ignore[method-assign]
         try:
             self._life.start(self)
         except BaseException as error:
-            self._state.failure = error  # also StopIteration, which is no clean end before the first run
+            self._training.loop_state.fail_to_begin(error)
             self._life.close(Ending(error))
             raise
-        if any(overrides(slot.hook, "end") for slot in self._schedule.all_hooks):
-            self._state.note_open = _note_open()
-            self._state.note_open(True)
+        self._training.loop_state.note_open(True)
 
-    def _make_parts(self, arguments: LoopArguments) -> None:
+    def _make_parts(self, settings: LoopSettings) -> None:
         """Make what the loop consists of. Each part knows those above it."""
-        ranks, function = arguments.ranks, arguments.step.function
-        self._state = state = LoopState(arguments.settings.signals, function, arguments.steps_per_run)
-        self._schedule = schedule = Schedule(
-            state,
-            arguments.hooks,
-            ranks,
-            arguments.chief_only,
-            [each.name for each in arguments.settings.signals],
-            before_script=len(arguments.plan.first),
-            of_script=len(arguments.plan.hooks),
+        plan, extensions = planned(settings)
+        collective = attach_hooks(plan, settings.ranks, self._chief_only)  # first: a hook that saves names the folder
+        note_open = _note_open() if any(overrides(hook, "end") for hook in plan.all_hooks) else bool
+        self._training = training = new_training_state(
+            settings, plan, extensions, lambda: boundaries.end_epoch(), note_open
         )
-        readback = Readback(state.set_pending)
-        rank_sync = RankSync(ranks, schedule, state) if ranks.size > 1 else None
-        settings = arguments.settings
-        policy = Recovery(settings.recoverable_errors, settings.max_recoveries, ranks=ranks.size)
-        self._sessions = sessions = Sessions(
-            arguments, state, schedule, readback, rank_sync, policy, lambda: boundaries.end_epoch()
-        )
-        self._caught = caught = CaughtErrors(state, sessions.position)
-        advice = Advice(LoopParts(arguments, state, schedule, sessions, caught))
-        first_runs = FirstRuns(state, schedule, sessions, advice)
-        self._recoveries = recoveries = Recoveries(
-            state, schedule, readback, sessions, rank_sync, policy, caught, first_runs
-        )
-        epoch_end = EpochEnd(state, schedule, sessions, rank_sync, first_runs)
-        self._boundaries = boundaries = Boundaries(
-            state, schedule, readback, sessions, rank_sync, recoveries, epoch_end
-        )
-        self._runner = runner = Runner(state, schedule, sessions, rank_sync, arguments.step, boundaries.end_epoch)
-        self._data = data = DataLoops(
-            state, schedule, sessions, rank_sync, caught, boundaries, arguments.plan.most_items
-        )
-        self._body = Body(state, runner, boundaries, recoveries, data)
+        stopping = [each.name for each in settings.signals]
+        self._schedule = schedule = Schedule(training, plan, collective, stopping)
+        rank_sync = RankSync(training, schedule) if settings.ranks.size > 1 else None
+        policy = Recovery(settings.recoverable_errors, settings.max_recoveries, ranks=settings.ranks.size)
+        self._sessions = sessions = Sessions(training, settings, plan, extensions, schedule, rank_sync, policy)
+        self._caught = caught = CaughtErrors(training)
+        advice = Advice(LoopParts(training, plan, settings.hooks, schedule, sessions, caught))
+        first_runs = FirstRuns(training, schedule, advice)
+        self._recoveries = recoveries = Recoveries(training, schedule, sessions, rank_sync, policy, caught, first_runs)
+        epoch_end = EpochEnd(training, schedule, sessions, rank_sync, first_runs)
+        self._boundaries = boundaries = Boundaries(training, schedule, rank_sync, recoveries, epoch_end)
+        self._runner = runner = Runner(training, schedule, sessions, rank_sync)
+        self._data = data = DataLoops(training, schedule, sessions, rank_sync, boundaries, plan.most_items)
+        self._body = Body(training, runner, boundaries, recoveries, data)
         self._life = Life(
-            arguments, state, schedule, readback, sessions, rank_sync, advice, recoveries, boundaries, data
+            training,
+            settings,
+            plan,
+            extensions,
+            schedule,
+            sessions,
+            rank_sync,
+            advice,
+            recoveries,
+            boundaries,
+            data,
         )
 
     # -- public methods -----------------------------------------------------------------------------------------------
@@ -208,7 +186,7 @@ class MonitoredLoop(Generic[R]):
             FetchError: a hook requested something that does not exist.
             FeedError: a parameter was fed twice.
         """
-        state = self._state
+        state = self._training.loop_state
         if state.phase is not IDLE or state.stop is not None:
             self._data.refuse_run("run()")
         state.phase = RUNNING
@@ -276,11 +254,11 @@ class MonitoredLoop(Generic[R]):
         """
         if not callable(step_fn) or not takes_one_argument(step_fn):
             raise ValueError(f"step_fn={shown(step_fn)}: must be a function of exactly one argument, the step context")
-        state, recoveries = self._state, self._recoveries
+        state, recoveries = self._training.loop_state, self._recoveries
         allowed = state.last_run_allowed
         state.check_may_call("run_step_fn()")  # also after a stop the function is called, and only its runs are refused
         while True:
-            state.last_run_allowed = allowed  # the function may make more than one run
+            state.allow_last_run(allowed)  # the function may make more than one run
             try:
                 result = recoveries.call_step_fn(step_fn, StepContext(self, recoveries))
             except BaseException as error:
@@ -290,7 +268,7 @@ class MonitoredLoop(Generic[R]):
                 self._boundaries.end_step_fn()
                 return result
             finally:
-                state.last_run_allowed = state.last_run_allowed and not allowed
+                state.allow_last_run(state.last_run_allowed and not allowed)
 
     def should_stop(self) -> bool:
         """Return whether the loop is to end: a hook, a thread or a signal asked for it, or it is closed."""
@@ -387,7 +365,7 @@ class MonitoredLoop(Generic[R]):
 
         This cannot be undone. ``stop_reason`` is ``"request_stop: <reason>"``, or ``"request_stop"`` without one.
         """
-        self._state.request_by_caller("request_stop" if reason is None else f"request_stop: {reason}")
+        self._training.loop_state.request_by_caller("request_stop" if reason is None else f"request_stop: {reason}")
 
     def paused(self) -> AbstractContextManager[None]:
         """Do not count the time inside this ``with`` block as training time: an evaluation, for example. Nests."""
@@ -401,7 +379,7 @@ class MonitoredLoop(Generic[R]):
     @property
     def global_step(self) -> int:
         """The number of steps made, also in earlier processes."""
-        return self._state.global_step
+        return self._training.loop_state.global_step
 
     @property
     def epoch(self) -> int | None:
@@ -420,7 +398,7 @@ class MonitoredLoop(Generic[R]):
     @property
     def stop_reason(self) -> str | None:
         """What ended the loop, ``"StopAtStepHook: step 1000"`` or ``"data ended"``; ``None`` while it continues."""
-        return self._state.reason
+        return self._training.loop_state.reason
 
     def close(self) -> None:
         """End the loop: call every hook's ``end``, then ``teardown``. Closing twice is harmless.
@@ -432,7 +410,7 @@ class MonitoredLoop(Generic[R]):
             Exception: what an ``end``, a ``teardown`` or a background thread raised; several as an ExceptionGroup.
             LifecycleError: ``close`` was called inside a run.
         """
-        if self._state.phase is RUNNING:
+        if self._training.loop_state.phase is RUNNING:
             raise LifecycleError("close() was called inside a run: to end the loop after it, call request_stop()")
         error = self._caught.on_its_way()
         unraised = None if error is not None else self._data.unraised
@@ -449,7 +427,9 @@ class MonitoredLoop(Generic[R]):
 
     def __repr__(self) -> str:
         step, reason, hooks = self.global_step, self.stop_reason, self._schedule.all_hooks
-        state = {Phase.IDLE: "running", Phase.STOPPING: "stopped"}.get(self._state.phase, self._state.phase.value)
+        state = {Phase.IDLE: "running", Phase.STOPPING: "stopped"}.get(
+            self._training.loop_state.phase, self._training.loop_state.phase.value
+        )
         names = shortened([type(slot.hook).__name__ for slot in hooks], 8)
         return (
             f"<{type(self).__name__} at step {step}, {state}{'' if reason is None else f' ({reason})'}, "
@@ -457,7 +437,7 @@ class MonitoredLoop(Generic[R]):
         )
 
     def __enter__(self) -> Self:
-        self._data.is_in_with_block = True
+        self._data.enter_with_block()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> bool:

@@ -8,12 +8,13 @@ import threading
 import weakref
 
 from torchhooks.fetches.names import bare_optimizer
-from torchhooks.loop.arguments import LoopArguments
-from torchhooks.progress.loop_state import LoopState, Phase
+from torchhooks.lifecycle.extension import LoopPlan
+from torchhooks.progress.loop_state import Phase
+from torchhooks.progress.training_state import TrainingState
 
 
-def note_open_loop(loop: object, arguments: LoopArguments, state: LoopState) -> None:
-    """Note that ``loop``, which has these ``arguments`` and this ``state``, is open from now on.
+def note_open_loop(loop: object, plan: LoopPlan, training: TrainingState) -> None:
+    """Note that ``loop``, which begins with ``plan`` and has the state ``training``, is open from now on.
 
     A loop that is closed or has failed is not open, nor is one that nothing refers to any more.
 
@@ -21,7 +22,7 @@ def note_open_loop(loop: object, arguments: LoopArguments, state: LoopState) -> 
         ValueError: another open loop has one of the hooks, whose state belongs to one loop; or it saves where this one
             saves or restores, or restores where this one saves.
     """
-    this = _OpenLoop(loop, arguments, state)
+    this = _OpenLoop(loop, plan, training)
     with _lock:
         if any(map(this.conflict_with, _open_loops())):
             gc.collect()  # the other loop may have been dropped without being closed
@@ -45,37 +46,39 @@ def is_of_a_loop(part: object) -> bool:
 class _OpenLoop:
     """A loop as the others of its process see it. It keeps nothing of the loop alive."""
 
-    def __init__(self, loop: object, arguments: LoopArguments, state: LoopState) -> None:
-        self._loop, self._arguments, self._state = weakref.ref(loop), weakref.ref(arguments), weakref.ref(state)
+    def __init__(self, loop: object, plan: LoopPlan, training: TrainingState) -> None:
+        self._loop, self._plan, self._training = weakref.ref(loop), weakref.ref(plan), weakref.ref(training)
         self._process = os.getpid()
-        self._rank = arguments.ranks.rank
-        folders = (hook.checkpoint_dir for hook in arguments.hooks if hook.saves_checkpoints)
+        self._rank = training.ranks.rank
+        folders = (hook.checkpoint_dir for hook in plan.savers)
         self.saves = {os.path.realpath(folder): folder for folder in folders if folder is not None}
         self._restores: dict[str, str] = {}
-        if arguments.checkpoint_dir is not None and arguments.checkpoint is None:  # one that was chosen stays the same
-            self._restores = {os.path.realpath(arguments.checkpoint_dir): arguments.checkpoint_dir}
+        if plan.folder is not None and plan.checkpoint is None:  # one that was chosen stays the same
+            self._restores = {os.path.realpath(plan.folder): plan.folder}
 
     @property
     def is_open(self) -> bool:
         """Whether the loop can still make runs and save, in this process."""
-        state = self._state()
+        training = self._training()
         is_here = self._loop() is not None and self._process == os.getpid()  # a forked process has none of them
-        return is_here and state is not None and state.phase is not Phase.CLOSED and state.failure is None
+        if not is_here or training is None:
+            return False
+        return training.loop_state.phase is not Phase.CLOSED and training.failure is None
 
     def has_part(self, part: object) -> bool:
         """Return whether the loop is open, and has ``part``."""
-        arguments = self._arguments() if self.is_open else None
-        return arguments is not None and any(
-            bare_optimizer(own) is part for own in (arguments.optimizer, *arguments.state.values())
+        training = self._training() if self.is_open else None
+        return training is not None and any(
+            bare_optimizer(own) is part for own in (training.optimizer, *training.state.values())
         )
 
     def conflict_with(self, other: _OpenLoop) -> str | None:
         """Return what is wrong if both this loop and ``other`` are open; ``None`` if nothing is."""
-        mine, others = self._arguments(), other._arguments()
+        mine, others = self._plan(), other._plan()
         if mine is None or others is None:  # dropped just now, in another thread
             return None
-        for hook in mine.hooks:
-            if any(hook is each for each in others.hooks):
+        for hook in mine.all_hooks:
+            if any(hook is each for each in others.all_hooks):
                 way_out = "close that loop, or make another hook for this one"
                 return f"{hook!r} is in another loop, which is still open: {way_out}"
         if other._rank != self._rank:  # threads may be the ranks of one training run

@@ -24,7 +24,8 @@ from torchhooks.common.timers import AtSteps, EveryEpochs, EverySteps, Timer
 from torchhooks.data.cursor import length_of
 from torchhooks.lifecycle.hook import PeriodicHook, SessionRunHook
 from torchhooks.loop.schedule import Schedule
-from torchhooks.progress.loop_state import NO_OUTPUTS, RUNNING, LoopState, Stop, StoppedBy
+from torchhooks.progress.loop_state import NO_OUTPUTS, RUNNING, Stop, StoppedBy
+from torchhooks.progress.training_state import TrainingState
 from torchhooks.ranks.agreement import (
     BY_STOP_ITERATION,
     CLOSE,
@@ -38,7 +39,7 @@ from torchhooks.ranks.agreement import (
     Round,
 )
 from torchhooks.ranks.peers import Peers, TrainingProgress
-from torchhooks.ranks.ranks import LoopRanks, OtherPurposeError
+from torchhooks.ranks.ranks import OtherPurposeError
 from torchhooks.ranks.transport import is_communication_error
 
 T = TypeVar("T")
@@ -56,13 +57,12 @@ class RankSync:
     """Keeps one loop in step with the same loop on the other ranks. Called in the training thread.
 
     Args:
-        ranks: which rank this is, and how to reach the others.
+        training: the state of the loop. A stop that it proposes takes effect once all ranks have agreed.
         schedule: the hooks of the loop.
-        state: the state of the loop. A stop that it proposes takes effect once all ranks have agreed.
     """
 
-    def __init__(self, ranks: LoopRanks, schedule: Schedule, state: LoopState) -> None:
-        self._ranks, self._schedule, self._state = ranks, schedule, state
+    def __init__(self, training: TrainingState, schedule: Schedule) -> None:
+        self._training, self._schedule = training, schedule
         self._training_thread = threading.get_ident()
         self._calls = 0  # odd while calls are made between two runs
         self.run_number = 0
@@ -71,14 +71,9 @@ class RankSync:
         self._agreed_lengths: list[bool] = []  # of the open loops, from the outermost
         self._warned_of: set[tuple[int, int]] = set()  # lengths of the data, here and on the rank with the fewest
         self._limited: dict[int, int] = {}  # by the address of data without a length, the number that may be taken
-        self.peers = Peers(
-            ranks,
-            progress=self._progress,
-            new_requests=self._new_requests,
-            wake=state.set_pending,
-            interrupt=state.interrupt,
-        )
-        state.propose = self._propose
+        self.peers = Peers(training, progress=self._progress, new_requests=self._new_requests)
+        training.attach_peers(self.peers)
+        training.loop_state.agree_by(self._propose)
 
     # -- the start ----------------------------------------------------------------------------------------------------
 
@@ -99,21 +94,22 @@ class RankSync:
         }
         hooks = [(_class_and_period(slot.hook), _description(slot.hook)) for slot in slots]
         brings = any(slot.hook.brings_checkpoints for slot in slots)
-        others = self._ranks.gather((mine, hooks, brings), "the loop")
+        others = self._training.ranks.gather((mine, hooks, brings), "the loop")
         # With a copy from which each rank gets the checkpoint, as a MirrorHook has it, each may have its own disk.
-        self._ranks.share_folder = not all(brings for _, _, brings in others)
+        share_folder = not all(brings for _, _, brings in others)
         for rank, (other, their_hooks, _) in enumerate(others):
             for name, value in mine.items():
-                if other[name] != value and (self._ranks.share_folder or name not in _WAYS_OUT):
+                if other[name] != value and (share_folder or name not in _WAYS_OUT):
                     raise LifecycleError(
-                        f"{name} {value} on rank {self._ranks.rank} and {other[name]} on rank {rank}: "
+                        f"{name} {value} on rank {self._training.ranks.rank} and {other[name]} on rank {rank}: "
                         f"{_WAYS_OUT.get(name, 'create the loop with the same arguments on every rank')}"
                     )
             self._check_order(hooks, rank, their_hooks)
         counts = [Counter(text for text, _ in texts) for _, texts, _ in others]
-        self._ranks.local_hooks = [
+        local = [
             slot.hook for slot, (text, _) in zip(slots, hooks, strict=True) if len({each[text] for each in counts}) > 1
         ]
+        self._training.ranks.note_loop(share_folder=share_folder, local_hooks=local)
 
     def _check_order(self, hooks: list[tuple[str, str]], rank: int, others: list[tuple[str, str]]) -> None:
         """Raise a LifecycleError if the hooks that this rank and another one have come in another order there.
@@ -127,8 +123,8 @@ class RankSync:
                 continue
             mine, theirs = (f"[{', '.join(order)}]" for order in differ)
             raise LifecycleError(
-                f"the hooks are {mine} on rank {self._ranks.rank} and {theirs} on rank {rank}: give every rank the "
-                "same hooks, in the same order"
+                f"the hooks are {mine} on rank {self._training.ranks.rank} and {theirs} on rank {rank}: give every "
+                "rank the same hooks, in the same order"
             )
 
     # -- runs ---------------------------------------------------------------------------------------------------------
@@ -138,16 +134,17 @@ class RankSync:
         self.check()  # first: the others may also have asked for a stop in this run
         self.run_number = self._last_number = number
 
+    def end_hooks_of_run(self) -> None:
+        """Note that the last ``after_run`` of a run is over."""
+        self.run_number = 0
+
     def end_run(self) -> None:
         """Hold here if this rank promised to, and stop or call hooks if this run is the last one of a round."""
         self._apply(self.peers.end_run())
 
     def check(self) -> None:
         """Raise the PeerError if another rank has failed, and end the loop."""
-        failure = self.peers.failure_to_raise()
-        if failure is not None:
-            self._state.fail(failure)
-            raise failure
+        self.peers.check()
 
     def why_no_checkpoint(self) -> str | None:
         """Return why nothing may be saved any more, or ``None``."""
@@ -167,7 +164,7 @@ class RankSync:
                 if each.bits & _bit(number):
                     self._schedule.force(slot)
             if each.stops:
-                self._state.decide(Stop.from_text(each.why))
+                self._training.loop_state.decide(Stop.from_text(each.why))
 
     # -- data ---------------------------------------------------------------------------------------------------------
 
@@ -182,7 +179,7 @@ class RankSync:
         length = UNKNOWN_LENGTH if known is None else known
         if limit is not None and (length == UNKNOWN_LENGTH or limit < length):
             length = limit
-        self.peers.is_outside = False  # without a lock: only the training thread writes it
+        self.peers.loop_begins()
         met = self._meet(ENTER, length, depth)
         self._agreed_lengths[depth - 1 :] = [met is not None and met.all_known]
         if met is None or met.least == UNKNOWN_LENGTH:
@@ -218,7 +215,7 @@ class RankSync:
             self._warned_of.add((length, least))  # once, and not in every epoch
             logger.warning(
                 "rank %d has %s and another rank only %d: until_stop yields %d on every rank",
-                *(self._ranks.rank, items, least, least),
+                *(self._training.ranks.rank, items, least, least),
             )
 
     def next_item(self) -> None:
@@ -231,18 +228,18 @@ class RankSync:
 
     def epoch_ends(self, due: Iterable[SessionRunHook]) -> None:
         """Tell the other ranks that hooks are called for the end of an epoch, unless this rank alone has them."""
-        if not all(map(self._ranks.has_locally, due)):
+        if not all(map(self._training.ranks.has_locally, due)):
             self.peers.note_epoch()
 
     def data_ended(self, depth: int) -> None:
         """Meet the other ranks at the end of the data of a loop, unless all of them knew where that is."""
         if not self._agreed_lengths[depth - 1]:
             self._meet(END)
-        self.peers.is_outside = True
+        self.peers.data_ended()
 
     def is_same_everywhere(self, place: object) -> bool:
         """Return whether all ranks part at the same ``place`` in their data."""
-        places = self._ranks.gather(place, "where the ranks part")
+        places = self._training.ranks.gather(place, "where the ranks part")
         return places.count(places[0]) == len(places)
 
     def raise_parting(self) -> None:
@@ -251,7 +248,7 @@ class RankSync:
         Called once they have saved what they have in common.
         """
         if self.peers.parting is not None:
-            self._state.fail(self.peers.parting)
+            self._training.loop_state.fail(self.peers.parting)
             raise self.peers.parting
 
     def _meet(self, kind: int, value: int = UNKNOWN_LENGTH, detail: int = 0, why: str = "") -> Meeting | None:
@@ -260,8 +257,10 @@ class RankSync:
         try:
             self._apply(rounds)
         except PeerError as error:
-            if kind != CLOSE or error.rank != self._ranks.rank:  # the error says where this rank has left
-                add_note(error, f"torchhooks: rank {self._ranks.rank} waited for the others where it {WHERE[kind]}")
+            if kind != CLOSE or error.rank != self._training.ranks.rank:  # the error says where this rank has left
+                add_note(
+                    error, f"torchhooks: rank {self._training.ranks.rank} waited for the others where it {WHERE[kind]}"
+                )
             raise
         return None if self.peers.has_stopped else met
 
@@ -275,14 +274,14 @@ class RankSync:
         if not self.peers.is_connected:
             return None
         clean = error is None or type(error) is StopIteration
-        failure = self._state.failure if clean else error
+        failure = self._training.loop_state.failure if clean else error
         try:
             if failure is not None:
-                self._tell_failure(failure, self._state.runs, in_run=False)
+                self._tell_failure(failure, self._training.loop_state.runs, in_run=False)
                 if clean and failure.__traceback__ is None:  # it was never raised: the script has caught its cause
                     return failure
             elif not self.peers.has_stopped:
-                reason = brief(error) if error is not None else self._state.reason or "closed"
+                reason = brief(error) if error is not None else self._training.loop_state.reason or "closed"
                 self.peers.is_leaving(self._how_left(error))
                 self._meet_to_leave(Stop(reason, StoppedBy.END).to_text(), calls, by_error=error is not None)
         except BaseException as another:  # such as KeyboardInterrupt: the loop has to be closed in any case
@@ -291,9 +290,9 @@ class RankSync:
 
     def _how_left(self, error: BaseException | None) -> str:
         """Return how the script has left the loop, if it was not by leaving an ``until_stop``."""
-        after = f"after run {self._state.runs}"
+        after = f"after run {self._training.loop_state.runs}"
         how = "closed its loop" if error is None else f"ended its loop by {brief(error)}"
-        if error is None and self._state.data_have_ended:
+        if error is None and self._training.loop_state.data_have_ended:
             how = f"{WHERE[END]}, and closed its loop,"
         return f"{how} {after}, {lines_of_script()[0]}"
 
@@ -323,7 +322,7 @@ class RankSync:
         Raises:
             PeerError: ``error`` looks like the consequence of another rank's failure.
         """
-        state, run = self._state, self._state.runs
+        state, run = self._training.loop_state, self._training.loop_state.runs
         if in_run:
             # While the step is made, the run is one more than were counted. With hooks, it is counted only when
             # after_run begins. Until then, begin_run() has noted its number.
@@ -333,8 +332,8 @@ class RankSync:
         if self.peers.has_failed and not isinstance(error, PeerError):
             if failure is None:
                 where = f"{'in' if in_run else 'after'} run {run}"
-                message = f"rank {self._ranks.rank} failed {where}: {brief(error)}"
-                failure = PeerError(message, self._ranks.rank, run, brief(error))
+                message = f"rank {self._training.ranks.rank} failed {where}: {brief(error)}"
+                failure = PeerError(message, self._training.ranks.rank, run, brief(error))
             failure.__cause__ = error
             state.fail(failure, error)
         elif not self.peers.has_stopped and not isinstance(error, PeerError):
@@ -359,7 +358,7 @@ class RankSync:
         if not is_communication_error(error):
             add_note(error, f"torchhooks: meanwhile, {failure}")
             return failure
-        self._state.fail(failure)
+        self._training.loop_state.fail(failure)
         raise failure from error
 
     def align(self) -> None:
@@ -369,7 +368,7 @@ class RankSync:
         """
         while True:
             try:
-                self._ranks.gather(None, "the end of the next hook")
+                self._training.ranks.gather(None, "the end of the next hook")
                 return
             except OtherPurposeError:
                 continue  # the others come here too
@@ -385,12 +384,14 @@ class RankSync:
 
     def _propose(self, stop: Stop) -> None:
         """Ask the other ranks to stop. Any thread may call this."""
-        is_in_run = self._state.phase is RUNNING and threading.get_ident() == self._training_thread
-        self.peers.ask_to_stop(stop.to_text(), (self.run_number or self._state.runs) if is_in_run else None)
+        is_in_run = self._training.loop_state.phase is RUNNING and threading.get_ident() == self._training_thread
+        self.peers.ask_to_stop(
+            stop.to_text(), (self.run_number or self._training.loop_state.runs) if is_in_run else None
+        )
 
     def _progress(self) -> TrainingProgress:
         """Return how far the loop is. Any thread may call this: the training thread writes without a lock."""
-        state = self._state
+        state = self._training.loop_state
         while True:  # until none of the numbers has changed while the others were read
             runs, number, calls = state.runs, self.run_number, self._calls
             # Before the first run, and after one that failed, calls between two runs have no outputs either.
@@ -413,11 +414,11 @@ class RankSync:
         On the chief, these are the hooks that are due by the clock; on all ranks, those that a signal triggers.
         """
         bits, why = 0, ""
-        if self._state.signal is not None:
-            bits, why = STOP, Stop(f"signal {self._state.signal}", StoppedBy.SIGNAL).to_text()
+        if self._training.loop_state.signal is not None:
+            bits, why = STOP, Stop(f"signal {self._training.loop_state.signal}", StoppedBy.SIGNAL).to_text()
         now = time.monotonic()  # one look for all, so that hooks that share a timer in seconds are due together
         for number, slot in enumerate(self._schedule.collective):
-            is_moment = self._ranks.is_chief and slot.trigger.take_moment(now)
+            is_moment = self._training.ranks.is_chief and slot.trigger.take_moment(now)
             if slot.trigger.take_signal() or is_moment:
                 bits |= _bit(number)
         return bits, why

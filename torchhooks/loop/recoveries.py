@@ -26,7 +26,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 from torchhooks.common.errors import add_note, brief
-from torchhooks.device.readback import Readback
 from torchhooks.lifecycle.coordinator import Coordinator
 from torchhooks.lifecycle.recovery import Recovery
 from torchhooks.loop.caught import CaughtErrors, Place
@@ -34,7 +33,8 @@ from torchhooks.loop.first_runs import FirstRuns
 from torchhooks.loop.rank_sync import RankSync
 from torchhooks.loop.schedule import Schedule
 from torchhooks.loop.sessions import Sessions
-from torchhooks.progress.loop_state import RUNNING, LoopState, Phase, StoppedBy
+from torchhooks.progress.loop_state import RUNNING, Phase, StoppedBy
+from torchhooks.progress.training_state import TrainingState
 
 T = TypeVar("T")
 
@@ -43,9 +43,8 @@ class Recoveries:
     """Recovers from errors of one loop, or leaves them to the script and the other ranks.
 
     Args:
-        state: what the loop is doing.
+        training: the state of the loop.
         schedule: the hooks, and when one is due.
-        readback: the values that are on their way to the host.
         sessions: the session, and what creates the next one.
         rank_sync: keeps the loop in step with the other ranks; ``None`` in a process that is alone.
         policy: which errors to recover from, how often, and after what pause.
@@ -55,16 +54,15 @@ class Recoveries:
 
     def __init__(
         self,
-        state: LoopState,
+        training: TrainingState,
         schedule: Schedule,
-        readback: Readback,
         sessions: Sessions,
         rank_sync: RankSync | None,
         policy: Recovery,
         caught: CaughtErrors,
         first_runs: FirstRuns,
     ) -> None:
-        self._state, self._schedule, self._readback = state, schedule, readback
+        self._training, self._schedule = training, schedule
         self._sessions, self._rank_sync, self._first_runs = sessions, rank_sync, first_runs
         self.policy, self.caught = policy, caught
         self._is_run_of_step_fn = False  # whether such a function makes the run in progress, to which errors are left
@@ -91,12 +89,12 @@ class Recoveries:
         """
         # Of a hook of an epoch that was left by break, called where this run began. The phase tells it from an error of
         # the run itself, which may be the same object.
-        if self._state.phase is not RUNNING and self.caught.left_between_runs(error):
+        if self._training.loop_state.phase is not RUNNING and self.caught.left_between_runs(error):
             return False
         cause, place = self._cause_of(error), self.caught.place(in_run=True)
-        self._state.void_run()
+        self._training.loop_state.void_run()
         self._schedule.void_run()
-        is_of_function = self._is_run_of_step_fn or (self._state.in_step_fn and not made_again)
+        is_of_function = self._is_run_of_step_fn or (self._training.loop_state.in_step_fn and not made_again)
         try:
             may_recover = not is_of_function and self._may_recover(cause)
         except BaseException as another:  # of a save in the background
@@ -111,17 +109,17 @@ class Recoveries:
             self._failed(another)
             raise
         self.caught.recovered(error)
-        self._state.run_is_over()
+        self._training.loop_state.run_is_over()
         return True
 
     def call_step_fn(self, step_fn: Callable[[Any], T], context: object) -> T:
         """Call ``step_fn(context)``, a function passed to ``run_step_fn``."""
-        state = self._state
-        outside, state.in_step_fn = state.in_step_fn, True
+        state = self._training.loop_state
+        outside = state.enter_step_fn()
         try:
             return step_fn(context)
         finally:
-            state.in_step_fn = outside
+            state.leave_step_fn(outside)
 
     def run_of_step_fn(self, run: Callable[..., T], args: tuple[object, ...], kwargs: Mapping[str, object]) -> T:
         """Make a run with ``run(*args, **kwargs)`` whose errors are left to the function passed to ``run_step_fn``."""
@@ -151,19 +149,19 @@ class Recoveries:
             PeerError: ``error`` is the consequence of another rank's failure.
         """
         place = self.caught.place(in_run=False)
-        self._state.void_run()
+        self._training.loop_state.void_run()
         self._schedule.void_run()
         self._leave(error, place)
 
     def _leave(self, error: BaseException, place: Place, *, of_function: bool = False) -> None:
-        state, session = self._state, self._sessions.session
+        state, session = self._training.loop_state, self._sessions.session
         state.run_is_over()  # as before the run: if the script catches the error, the loop goes on
         had_cause = self._sessions.coord.error is not None
         # Not once more when it leaves the function that made the run.
         if not self.caught.leaves(error, place, of_function=of_function, had_cause=had_cause):
             return
         if not self._first_runs.are_over and not session.was_restored:
-            state.begun_at = state.global_step  # TensorFlow's START is that of a run that did not fail
+            state.begin_here()  # TensorFlow's START is that of a run that did not fail
         session.run_failed(error)
         if self._rank_sync is not None:
             self._rank_sync.run_failed(error, in_run=place.in_run)
@@ -194,7 +192,7 @@ class Recoveries:
 
         Not in a run, and not after a stop, which needs no threads any more.
         """
-        state, sessions = self._state, self._sessions
+        state, sessions = self._training.loop_state, self._sessions
         error = sessions.coord.error
         if state.stop is not None or state.phase is RUNNING or state.in_step_fn or error is None:
             return None
@@ -205,10 +203,10 @@ class Recoveries:
 
         If the loop does not recover from it, it stops, as after any other error of a thread.
         """
-        self._state.set_pending()  # the end of the next run ends the series of recoveries
+        self._training.loop_state.set_pending()  # the end of the next run ends the series of recoveries
         if not self._may_recover(error):
-            self._sessions.fatal = error
-            self._state.propose_stop(f"a thread failed with {brief(error)}", StoppedBy.COORDINATOR)
+            self._sessions.stop_for(error)
+            self._training.loop_state.propose_stop(f"a thread failed with {brief(error)}", StoppedBy.COORDINATOR)
             return
         try:
             self._recover(error)
@@ -218,7 +216,7 @@ class Recoveries:
 
     def _thread_stopped(self, coord: Coordinator) -> None:
         """Stop the loop because a background thread asked to, unless the loop may recover from the thread's error."""
-        state, sessions, error = self._state, self._sessions, coord.error
+        state, sessions, error = self._training.loop_state, self._sessions, coord.error
         if state.phase is Phase.CLOSED or coord is not sessions.coord:
             return
         if error is not None and self.policy.covers(error):
@@ -227,7 +225,7 @@ class Recoveries:
             if sessions.session.checkpoint_dir is not None:
                 state.set_pending()  # the end of the run, or should_stop(), recovers
                 return
-            sessions.fatal = error
+            sessions.stop_for(error)
         state.propose_stop(f"thread {threading.current_thread().name}", StoppedBy.COORDINATOR)
 
     # -- the recovery -------------------------------------------------------------------------------------------------
@@ -249,9 +247,9 @@ class Recoveries:
         """
         if not self.policy.covers(error):
             return False
-        why, stop = None, self._state.stop
-        if self._state.signal is not None:
-            why = f"signal {self._state.signal} arrived"
+        why, stop = None, self._training.loop_state.stop
+        if self._training.loop_state.signal is not None:
+            why = f"signal {self._training.loop_state.signal} arrived"
         elif stop is not None and stop.by is not StoppedBy.COORDINATOR:  # which the next session knows nothing of
             why = f"the loop stops ({stop.reason})"
         elif not self.policy.grant(error):
@@ -269,14 +267,15 @@ class Recoveries:
 
         An error on the way is recovered from likewise, if that is allowed.
         """
+        state = self._training.loop_state
         while True:
             try:
-                self._readback.drain()
+                self._training.drain()
                 self._leave_session(error)
                 if run_failed:
-                    self._sessions.position.run_is_made_again()
-                self.policy.pause(error, self._state.wait_for_signal)
-                if self._state.signal is not None:
+                    self._training.position.run_is_made_again()
+                self.policy.pause(error, state.wait_for_signal)
+                if state.signal is not None:
                     raise error
                 self._sessions.create(recovers=True)  # in this process the data continue where they are
             except BaseException as another:
@@ -284,9 +283,9 @@ class Recoveries:
                     raise
                 error = another
             else:
-                self._state.set_pending()  # the end of the next run ends the series of recoveries
-                if self._sessions.agenda.epochs_ended is not None:
-                    self._state.interrupt()  # the schedule of the new session forgot it: the next run calls the hooks
+                state.set_pending()  # the end of the next run ends the series of recoveries
+                if self._training.agenda.epochs_ended is not None:
+                    state.interrupt()  # the schedule of the new session forgot it: the next run calls the hooks
                 return
 
     def _leave_session(self, error: BaseException) -> None:
@@ -297,8 +296,8 @@ class Recoveries:
         """
         sessions = self._sessions
         session, coord = sessions.session, sessions.coord
-        sessions.agenda.clear()
-        self._state.forget_stop_of_session()
+        self._training.agenda.clear()
+        self._training.loop_state.forget_stop_of_session()
         sessions.renew()
         self._watch_threads()
         session.close()
@@ -310,6 +309,6 @@ class Recoveries:
     def _failed(self, error: BaseException) -> None:
         """End the loop, which has no session any more, so that the script cannot go on after ``error``."""
         if type(error) is StopIteration:
-            self._state.end_cleanly(error)
+            self._training.loop_state.end_cleanly(error)
         else:
-            self._state.fail(error)
+            self._training.loop_state.fail(error)

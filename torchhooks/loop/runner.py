@@ -13,12 +13,11 @@ What happens between two runs stands in :mod:`torchhooks.loop.boundaries`, and w
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
 from torchhooks.common.errors import FeedError
-from torchhooks.fetches.names import Step
 from torchhooks.lifecycle.hook import (
     NO_KWARGS,
     SessionRunContext,
@@ -36,7 +35,8 @@ from torchhooks.loop.requests import (
 )
 from torchhooks.loop.schedule import HookSlot, Schedule, by_index, note_hook
 from torchhooks.loop.sessions import Sessions
-from torchhooks.progress.loop_state import NO_OUTPUTS, LoopState
+from torchhooks.progress.loop_state import NO_OUTPUTS
+from torchhooks.progress.training_state import TrainingState
 
 Run = tuple[SessionRunContext, list[Request], list[HookSlot], Recording | None]
 """A run in which hooks take part, from :meth:`Runner.begin` to :meth:`Runner.finish`.
@@ -52,30 +52,24 @@ class Runner:
     """Makes the runs of one loop.
 
     Args:
-        state: what the loop is doing.
+        training: the state of the loop.
         schedule: the hooks, and when one is due.
         sessions: has the session in which a run is made.
         rank_sync: keeps the loop in step with the other ranks; ``None`` in a process that is alone.
-        step: the step function.
-        end_epoch: calls the hooks for the end of an epoch that the script left by ``break``, if they were not called.
     """
 
     def __init__(
         self,
-        state: LoopState,
+        training: TrainingState,
         schedule: Schedule,
         sessions: Sessions,
         rank_sync: RankSync | None,
-        step: Step,
-        end_epoch: Callable[[], object],
     ) -> None:
-        self._state, self._schedule, self._sessions, self.rank_sync = state, schedule, sessions, rank_sync
-        self._agenda, self._step, self._end_epoch = sessions.agenda, step, end_epoch
-        self._accumulated = schedule.accumulated
+        self._training, self._schedule, self._sessions, self.rank_sync = training, schedule, sessions, rank_sync
 
     def run(self, args: tuple[object, ...], kwargs: Mapping[str, object]) -> Any:
         """Make a whole run in which a hook is due, and return what the step function returned."""
-        run, function = self._begin_due(args, kwargs), self._state.function
+        run, function = self._begin_due(args, kwargs), self._training.loop_state.function
         recording = run[3]
         if recording is None:
             # An empty ** would copy a dict.
@@ -94,8 +88,9 @@ class Runner:
 
         ``args`` is ``None`` if the step is the body of a ``with`` statement, which has no arguments.
         """
-        if self._state.is_idle():
-            self._state.outputs = NO_OUTPUTS  # releases the last outputs before the step needs the memory
+        state = self._training.loop_state
+        if state.is_idle():
+            state.outputs = NO_OUTPUTS  # releases the last outputs before the step needs the memory
             return None
         return self._begin_due(args, kwargs)
 
@@ -105,16 +100,18 @@ class Runner:
         Raises:
             FeedError: a hook feeds what the caller passes, or the body of a ``with`` statement.
         """
-        state, schedule = self._state, self._schedule
+        training, schedule = self._training, self._schedule
+        state = training.loop_state
         number = state.runs + 1
         if self.rank_sync is not None:
             self.rank_sync.begin_run(number)
-        context = state.context = SessionRunContext(self._sessions.run_services, args, kwargs)
         if schedule.is_triggered_externally:
             schedule.take_triggers()
-        if self._agenda.epochs_ended is not None:  # that epoch was left by break
-            self._end_epoch()
-        context.step_before = step = state.global_step  # after the hooks of that epoch, which may set it
+        if training.agenda.epochs_ended is not None:  # that epoch was left by break
+            training.call_epoch_hooks()
+        step = state.global_step  # after the hooks of that epoch, which may set it
+        context = state.context = SessionRunContext(self._sessions.session, args, kwargs)
+        context.step_before = step
         queue = schedule.before
         if step + 1 < queue.step and number < queue.run and queue.moment is None:  # a hook in every run pays for this
             participants = [*queue.always]
@@ -135,7 +132,7 @@ class Runner:
                             slot.plain_request = request  # it cannot change, so later runs skip the check
                         else:
                             records = True
-                        self._accumulated.declare(slot, request.fetches, number)
+                        training.accumulated.declare(slot, request.fetches, number)
                     requests.append((slot, request))
                 if state.global_step != step:  # the hooks after this one are due by the step that it set
                     step = state.global_step
@@ -155,7 +152,7 @@ class Runner:
         kwargs: Mapping[str, object] = NO_KWARGS,
     ) -> None:
         """Count the step that made ``outputs``, and finish the run that :meth:`begin` began with these arguments."""
-        state = self._state
+        state = self._training.loop_state
         state.outputs = outputs
         state.global_step = step = state.global_step + state.steps_per_run
         if run is not None:
@@ -167,9 +164,11 @@ class Runner:
 
     def join_after_step(self, args: tuple[object, ...] | None, kwargs: Mapping[str, object], outputs: object) -> None:
         """Have hooks take part in a run that began as an idle one, after its step was made and counted."""
+        state = self._training.loop_state
         if self.rank_sync is not None:
-            self.rank_sync.begin_run(self._state.runs + 1)
-        context = self._state.context = SessionRunContext(self._sessions.run_services, args, kwargs)
+            self.rank_sync.begin_run(state.runs + 1)
+        context = SessionRunContext(self._sessions.session, args, kwargs)
+        state.begin_with_hooks(context)
         self._complete((context, [], [], None), outputs)
 
     def abandon(self, run: Run | None) -> None:
@@ -189,14 +188,14 @@ class Runner:
                     f"{feeder} feeds {name!r}, but the body of step() has no parameters: put its lines into a "
                     "function, pass that to MonitoredLoop(step, ...), and call loop.run(...)"
                 )
-            self._step.check_feeds(recording.feeders, args, kwargs)
+            self._training.step_function.check_feeds(recording.feeders, args, kwargs)
         recording.start(self._sessions.session.model)
         return recording
 
     def _complete(self, run: Run, outputs: object) -> None:
         """Make the part of a run that comes after its step: evaluate what hooks fetch, and call their ``after_run``."""
         context, requests, participants, recording = run
-        state, schedule = self._state, self._schedule
+        state, schedule = self._training.loop_state, self._schedule
         recorded, no_results = NOTHING_RECORDED, NO_RESULTS
         if recording is not None:
             recording.stop()  # first: evaluating a fetch may call the model
@@ -209,8 +208,10 @@ class Runner:
             for slot in participants:
                 if slot.hook.needs_step:
                     slot.trigger.withdraw()
-        evaluates = requests or schedule.accumulated.sources
-        values = self._evaluate(context, requests, outputs, recorded) if evaluates else _NO_VALUES
+        if requests or self._training.accumulated.sources:
+            values = self._evaluate(context, requests, outputs, recorded)
+        else:
+            values = _NO_VALUES
         planned = self._after_run(context, participants, values, no_results)
         state.context = None
         context.end()
@@ -219,7 +220,7 @@ class Runner:
         if planned:
             schedule.plan(participants)
         if self.rank_sync is not None:
-            self.rank_sync.run_number = 0  # not after an error: see leave()
+            self.rank_sync.end_hooks_of_run()  # not after an error: see leave()
 
     def _call_watchers(
         self,
@@ -230,7 +231,8 @@ class Runner:
         recorded: Recorded,
     ) -> None:
         """Call ``before_run`` of the hooks whose ``Due.when`` is true of ``outputs``; they join ``participants``."""
-        schedule = self._schedule
+        training, schedule = self._training, self._schedule
+        state = training.loop_state
         if recorded.fed:  # a feed can have the name of an output, and Due.when sees the outputs only: call all of them
             late = [slot for slot in schedule.watchers if slot not in participants]
         else:
@@ -238,14 +240,14 @@ class Runner:
         try:
             for slot in late:
                 context.caller = slot
-                slot.catch_up(self._state.runs)
-                slot.trigger.choose(self._state.global_step, self._state.runs + 1, time.monotonic())
+                slot.catch_up(state.runs)
+                slot.trigger.choose(state.global_step, state.runs + 1, time.monotonic())
                 request = slot.before_run(context)
                 if request is not None:
                     if request is not slot.plain_request:
                         check_request(requests, slot, request)
                         check_late(slot, request, outputs)
-                        self._accumulated.declare(slot, request.fetches, self._state.runs + 1)
+                        training.accumulated.declare(slot, request.fetches, state.runs + 1)
                     requests.append((slot, request))
         except BaseException as error:
             self._note(error, context.caller, "before_run")
@@ -261,8 +263,8 @@ class Runner:
         fed, watched, options, metadata = recorded
         session = self._sessions.session
         evaluator = session.new_evaluator(session, outputs, fed, context.inputs, watched, requests)
-        if self._accumulated.sources:
-            self._accumulated.add(outputs, (), {}, evaluator)
+        if session.accumulated.sources:
+            session.accumulated.add(outputs, (), {}, evaluator)
         values: dict[HookSlot, SessionRunValues] = {}
         for slot, (fetches, _, _) in requests:
             results = None if fetches is None else evaluator.evaluate(fetches, slot)
@@ -281,7 +283,7 @@ class Runner:
         A hook that has requested nothing gets ``no_results``, with the options and metadata of the run, as in
         TensorFlow.
         """
-        state, schedule = self._state, self._schedule
+        state, schedule = self._training.loop_state, self._schedule
         number = state.runs + 1
         step, queue = state.global_step, schedule.after
         if step >= queue.step or number >= queue.run or queue.moment is not None:
@@ -312,4 +314,4 @@ class Runner:
         return planned
 
     def _note(self, error: BaseException, slot: object, method: str) -> None:
-        note_hook(error, slot, method, self._state.global_step)
+        note_hook(error, slot, method, self._training.global_step)

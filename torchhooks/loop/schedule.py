@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Collection, Container, Iterable, Mapping
@@ -10,9 +11,9 @@ from operator import attrgetter
 from torchhooks.common.errors import add_note
 from torchhooks.common.text import shown
 from torchhooks.common.timers import Due
-from torchhooks.fetches.evaluation import Caller, FetchableSession
-from torchhooks.fetches.names import Fetch, Step
-from torchhooks.fetches.running import RunningValues
+from torchhooks.fetches.evaluation import Caller
+from torchhooks.fetches.names import Fetch
+from torchhooks.lifecycle.extension import LoopPlan
 from torchhooks.lifecycle.hook import (
     PeriodicHook,
     SessionRunContext,
@@ -22,9 +23,9 @@ from torchhooks.lifecycle.hook import (
     overrides,
 )
 from torchhooks.lifecycle.trigger import Trigger
-from torchhooks.progress.loop_state import LoopState
 from torchhooks.progress.signals import HookSignals
-from torchhooks.ranks.ranks import Ranks
+from torchhooks.progress.training_state import TrainingState
+from torchhooks.ranks.ranks import LoopRanks
 
 _FAST_INT = 2**30 - 1
 """The greatest integer that CPython compares in its fast path. A queue ends there, so that idle runs compare fast. A
@@ -95,7 +96,7 @@ class PeriodicSlot(HookSlot):
     hook: PeriodicHook
 
     def __init__(
-        self, index: int, hook: PeriodicHook, state: LoopState, is_collective: bool, is_numbered: bool = True
+        self, index: int, hook: PeriodicHook, training: TrainingState, is_collective: bool, is_numbered: bool = True
     ) -> None:
         trigger = Trigger(
             hook.timer,
@@ -105,7 +106,7 @@ class PeriodicSlot(HookSlot):
             signals=hook.due_signals,
         )
         super().__init__(index, hook, trigger, is_numbered)
-        self._state = state
+        self._training = training
         self._overridden = hook.after_run if overrides(hook, "after_run") else None
         self.after_run = self._after_run
 
@@ -114,7 +115,8 @@ class PeriodicSlot(HookSlot):
             self._overridden(run_context, run_values)
         if self.trigger.due:
             # Before the work, which takes a part of the next period, as in TensorFlow.
-            self.trigger.fire(self._state.global_step, self._state.runs)
+            state = self._training.loop_state
+            self.trigger.fire(state.global_step, state.runs)
             self.hook.run_due(run_context, run_values.results)
 
     def declared_fetches(self) -> Fetch:
@@ -125,20 +127,20 @@ class HookQueue:
     """One point of a run at which hooks are chosen: before the step, or after it.
 
     Hooks without ``next_due`` are ``always`` called. Of the others, the earliest step, run and moment are kept, so that
-    one comparison each shows that no other hook is called.
+    one comparison each shows that no other hook is called; and the ``watchers``, which look at what the step returned.
     """
 
-    __slots__ = ("always", "moment", "run", "step", "waiting")
+    __slots__ = ("always", "moment", "run", "step", "waiting", "watchers")
 
     def __init__(self, participants: Iterable[HookSlot]) -> None:
         participants = tuple(participants)
         self.always = [slot for slot in participants if not slot.says_when]
         self.waiting = [slot for slot in participants if slot.says_when]
 
-    def update(self) -> None:
-        """Find the earliest step, run and moment, after one of them changed."""
-        step = run = _FAST_INT
-        moment = math.inf
+    def update(self, step: int = _FAST_INT) -> None:
+        """Find the earliest step, run and moment, after one of them changed; ``step`` is the latest that it can be."""
+        run = _FAST_INT
+        moment, watchers = math.inf, list[HookSlot]()
         for slot in self.waiting:  # one loop instead of three min(): this runs after every run with hooks
             trigger = slot.trigger
             if trigger.step < step:
@@ -147,7 +149,9 @@ class HookQueue:
                 run = trigger.run
             if trigger.moment < moment:
                 moment = trigger.moment
-        self.step, self.run = step, run
+            if trigger.when is not None:
+                watchers.append(slot)
+        self.step, self.run, self.watchers = step, run, watchers
         self.moment = None if moment == math.inf else moment
 
     def choose(self, step: int, run: int) -> list[HookSlot]:
@@ -156,7 +160,10 @@ class HookQueue:
         Their triggers say which of them are due.
         """
         now = time.monotonic()  # one look for all, so that hooks that share a timer in seconds are due together
-        called = [slot for slot in self.waiting if slot.trigger.choose(step, run, now)]
+        called = []
+        for slot in self.waiting:
+            if slot.trigger.choose(step, run, now):
+                called.append(slot)
         return sorted([*self.always, *called], key=by_index) if self.always and called else called or [*self.always]
 
     def choose_again(self, participants: list[HookSlot], current: HookSlot, step: int, run: int) -> None:
@@ -177,42 +184,48 @@ by_index = attrgetter("index")
 """The key by which hooks are sorted into the order of the loop."""
 
 
+def attach_hooks(plan: LoopPlan, ranks: LoopRanks, chief_only: Collection[SessionRunHook]) -> list[bool]:
+    """Tell the hooks of torchhooks in ``plan`` what their loop knows. Return which hooks of the plan are collective.
+
+    These are called in the same run on all ranks, if there are several. The hooks in ``chief_only`` are not: no other
+    rank has them, so none waits for another rank.
+    """
+    collective: list[bool] = []
+    for hook in plan.all_hooks:
+        is_alone = ranks.size == 1 or any(hook is each for each in chief_only)
+        collective.append(hook.collective and not is_alone)
+        if isinstance(hook, StandardHook):
+            hook.attach_to_loop(ranks, collective[-1], plan.folder)
+    return collective
+
+
 class Schedule:
     """The hooks of one loop that take part in runs, and the earliest point at which one of them is due.
 
-    What a run is compared with stands in the loop's ``state``: see :class:`torchhooks.progress.loop_state.LoopState`.
+    What a run is compared with stands in :class:`torchhooks.progress.loop_state.LoopState`.
 
     Args:
-        state: the state of the loop.
-        hooks: the hooks of the loop, in order.
-        ranks: the ranks of the loop.
-        chief_only: the hooks that no other rank has, so that none waits for another rank.
+        training: the state of the loop.
+        plan: the hooks of the loop. The first of the script has the number 0.
+        collective: which of these hooks all ranks call in the same run, as :func:`attach_hooks` returns it.
         stopping: the signals that stop the loop.
-        before_script: how many of the hooks come before those of the script, of which the first has the number 0.
-        of_script: how many hooks the script has given; ``None`` for all.
     """
 
     def __init__(
         self,
-        state: LoopState,
-        hooks: Iterable[SessionRunHook],
-        ranks: Ranks,
-        chief_only: Collection[SessionRunHook] = (),
-        stopping: Iterable[str] = (),
-        before_script: int = 0,
-        of_script: int | None = None,
+        training: TrainingState,
+        plan: LoopPlan,
+        collective: Iterable[bool],
+        stopping: Iterable[str],
     ) -> None:
-        def placed(index: int, hook: SessionRunHook) -> HookSlot:
-            is_alone = ranks.size == 1 or any(hook is each for each in chief_only)
-            collective = hook.collective and not is_alone
-            is_numbered = index >= 0 and (of_script is None or index < of_script)
-            if isinstance(hook, StandardHook):
-                hook.attach_ranks(ranks, collective)
+        def placed(index: int, hook: SessionRunHook, is_collective: bool) -> HookSlot:
+            is_numbered = 0 <= index < len(plan.hooks)
             if isinstance(hook, PeriodicHook):
-                return PeriodicSlot(index, hook, state, collective, is_numbered)
-            return HookSlot(index, hook, Trigger(is_collective=collective, signals=hook.due_signals), is_numbered)
+                return PeriodicSlot(index, hook, training, is_collective, is_numbered)
+            return HookSlot(index, hook, Trigger(is_collective=is_collective, signals=hook.due_signals), is_numbered)
 
-        self.all_hooks = [placed(index, hook) for index, hook in enumerate(hooks, -before_script)]
+        self._training = training
+        self.all_hooks = [*map(placed, itertools.count(-len(plan.first)), plan.all_hooks, collective)]
         self.collective = [slot for slot in self.all_hooks if slot.trigger.is_collective]
         """The hooks that all ranks call in the same run, if there are several ranks."""
         before = [slot for slot in self.all_hooks if overrides(slot.hook, "before_run")]
@@ -222,9 +235,6 @@ class Schedule:
         self.after = HookQueue(after)
         self.run_hooks = sorted([*before, *after], key=by_index)
         """The hooks with a run method. The others cost nothing."""
-        self.state = state
-        self.accumulated = RunningValues()
-        """What is accumulated for the hooks in every run."""
         self.signals = HookSignals(self._arrive, stopping)
         """The signals by which other processes ask for a hook."""
         self.is_triggered_externally = False
@@ -254,27 +264,25 @@ class Schedule:
             if name in slot.trigger.signals:
                 slot.trigger.signal_arrived()
         self.is_triggered_externally = True
-        self.state.interrupt()
+        self._training.loop_state.interrupt()
 
     def _update(self) -> None:
         """Find the earliest step, run and moment at which a hook is due, before the step or after it."""
         before, after = self.before, self.after
         before.update()
-        after.update()
-        if after.always:
-            after.step = -1  # a hook is due after every step
-        # Another thread may call state.interrupt() just now, and these lines overwrite what it set. It sets ``pending``
-        # too, so that the end of this run or of the next one does what it asks for.
-        state = self.state
-        state.idle_step = -1 if before.always else min(before.step, after.step) - 1
-        state.idle_runs = min(before.run, after.run) - 1
-        state.moment, self.moment_after = before.moment, after.moment
-        if self.is_triggered_externally:
-            state.idle_step = -1  # a signal has come since the last run: it is taken at the start of the next one
-        self.watchers = [slot for slot in self.run_hooks if slot.trigger.when is not None]
-        self.accumulates = bool(self.accumulated.sources)
-        """Whether values are added to :attr:`accumulated` in every run."""
-        state.checks_after = bool(self.watchers) or after.moment is not None or self.accumulates
+        after.update(-1 if after.always else _FAST_INT)  # such a hook is due after every step
+        self.moment_after = after.moment
+        self.watchers = sorted(before.watchers + after.watchers, key=by_index)
+        self.accumulates = bool(self._training.accumulated.sources)
+        """Whether values are accumulated in every run."""
+        # If a signal has come since the last run, its hooks are called at the start of the next one.
+        is_idle = not before.always and not self.is_triggered_externally
+        self._training.loop_state.expect(
+            step=min(before.step, after.step) - 1 if is_idle else -1,
+            runs=min(before.run, after.run) - 1,
+            moment=before.moment,
+            checks_after=bool(self.watchers) or after.moment is not None or self.accumulates,
+        )
 
     def attach_triggers(self) -> None:
         """Give the hooks their triggers in this loop. Not earlier: the loop is refused if another one has a hook."""
@@ -282,20 +290,17 @@ class Schedule:
             if isinstance(slot, PeriodicSlot):
                 slot.hook.attach_trigger(slot.trigger)
 
-    def begin_session(self, session: FetchableSession, step: Step) -> None:
-        """Forget what was accumulated."""
-        self.accumulated.begin_session(session, step)
-
     def start(self) -> None:
         """Ask every hook when it is due: a session was created."""
         for slot in self.run_hooks:
-            slot.catch_up(self.state.runs)
-        self.accumulated.find_in(self.all_hooks)
+            slot.catch_up(self._training.loop_state.runs)
+        self._training.accumulated.find_in(self.all_hooks)
         forced = [slot.trigger for slot in self.run_hooks if slot.trigger.is_forced]
         self.plan(self.run_hooks)
         for trigger in forced:  # not called yet: the run for which it was forced failed, and a recovery makes it again
             trigger.force()
-        self._update()
+        if forced:
+            self._update()
         if self.is_triggered_externally:
             self.take_triggers()
 
@@ -303,7 +308,7 @@ class Schedule:
         """Ask the hooks in ``participants`` that schedule themselves when they are next due."""
         for slot in participants:
             if slot.says_when:
-                slot.plan(self.state.runs)
+                slot.plan(self._training.loop_state.runs)
                 if slot.trigger.signals:
                     self.signals.wait_for(slot.trigger.signals)
         self._update()
@@ -320,7 +325,7 @@ class Schedule:
             (self.moment_after is not None and time.monotonic() >= self.moment_after)
             or bool(self.watchers and self.noticed_by(outputs))
             # Last: where a hook is due, the evaluation of the run adds the values.
-            or bool(self.accumulates and self.accumulated.add(outputs, args or (), kwargs))
+            or bool(self.accumulates and self._training.accumulated.add(outputs, args or (), kwargs))
         )
 
     def due_at_end_of(self, epochs: int) -> list[HookSlot]:

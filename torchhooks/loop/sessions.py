@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
+from operator import attrgetter
 
+from torchhooks.checkpoints.contents import Gradients, Replicas
 from torchhooks.checkpoints.folder import Checkpoint, FolderCache, list_again
-from torchhooks.checkpoints.saver import SavesCheckpoints, latest_checkpoint, list_checkpoints
-from torchhooks.checkpoints.training_state import Gradients
+from torchhooks.checkpoints.saver import Saver, latest_checkpoint, list_checkpoints
 from torchhooks.checkpoints.unsaved import UnsavedParts
 from torchhooks.common.errors import DamagedCheckpointError
 from torchhooks.common.log import logger
 from torchhooks.common.text import shortened
 from torchhooks.data.agenda import Agenda
+from torchhooks.data.cursor import DataWaits
 from torchhooks.data.position import DATA_ENDED, DataPosition
 from torchhooks.device.readback import Readback
+from torchhooks.fetches.running import RunningValues
 from torchhooks.lifecycle.coordinator import Coordinator
-from torchhooks.lifecycle.extension import called
-from torchhooks.lifecycle.hook import RunServices, StandardHook
+from torchhooks.lifecycle.extension import Extension, LoopPlan, called
+from torchhooks.lifecycle.hook import StandardHook
 from torchhooks.lifecycle.recovery import Recovery
-from torchhooks.lifecycle.session import Finding, LoopServices, Session
-from torchhooks.loop.arguments import LoopArguments
+from torchhooks.lifecycle.session import Finding, Session
+from torchhooks.lifecycle.settings import LoopSettings, named_states
 from torchhooks.loop.open_loops import is_of_a_loop
 from torchhooks.loop.rank_sync import RankSync
 from torchhooks.loop.schedule import HookSlot, Schedule, note_hook
 from torchhooks.progress.loop_state import LoopState, StoppedBy
+from torchhooks.progress.training_state import TrainingState
 
 _ASKED_TO_STOP = (StoppedBy.HOOK, StoppedBy.CALLER, StoppedBy.THREAD, StoppedBy.COORDINATOR)
 
@@ -36,12 +41,16 @@ class Sessions:
     and starts threads stays out of the way of a run.
 
     Args:
-        end_epoch: calls the hooks for the end of an epoch that the script left by ``break``, if they were not called.
+        training: the state of the loop.
+        settings: how a session is initialized, and how long to wait for threads.
+        plan: from which checkpoint the loop begins.
+        extensions: join the loop.
+        schedule: the hooks, and when one is due.
+        rank_sync: keeps the loop in step with the other ranks; ``None`` in a process that is alone.
+        recovery: from which errors the loop recovers.
     """
 
     session: Session
-    run_services: RunServices
-    """What the contexts of all runs of the current session share."""
     coord: Coordinator
     """The background threads of the current session."""
     fatal: BaseException | None = None
@@ -51,74 +60,36 @@ class Sessions:
 
     def __init__(
         self,
-        arguments: LoopArguments,
-        state: LoopState,
+        training: TrainingState,
+        settings: LoopSettings,
+        plan: LoopPlan,
+        extensions: tuple[Extension, ...],
         schedule: Schedule,
-        readback: Readback,
         rank_sync: RankSync | None,
         recovery: Recovery,
-        end_epoch: Callable[[], object],
     ) -> None:
-        self._arguments = arguments
-        # A script may change the current directory while it trains.
-        self._folder = None if arguments.checkpoint_dir is None else os.path.abspath(arguments.checkpoint_dir)
+        self._training, self._settings, self._plan, self._extensions = training, settings, plan, extensions
+        self._schedule, self._rank_sync, self._recovery = schedule, rank_sync, recovery
         self._chosen: str | None = None  # the checkpoint that the caller gave instead of a folder
-        if self._folder is not None and arguments.checkpoint is not None:
-            self._chosen = os.path.join(self._folder, arguments.checkpoint)
-        self._saved_to = arguments.saved_to or self._folder
+        if training.checkpoint_dir is not None and plan.checkpoint is not None:
+            self._chosen = os.path.join(training.checkpoint_dir, plan.checkpoint)
         self._cache: FolderCache = {}
         self._order_before: int | None = None  # of the newest checkpoint there when the loop began
-        self._state, self._schedule, self._rank_sync, self._recovery = state, schedule, rank_sync, recovery
-        self._readback = readback
-        self._savers: list[SavesCheckpoints[Session]] = []  # of the session before
-        self.position = DataPosition(state, arguments.state)
-        """How far the loop is in its data."""
-        self.agenda = Agenda(lambda: self.position.depth)
-        """What waits to be done between two runs."""
-        self.gradients = _watched_gradients(arguments)
-        """The gradients that the optimizer has not used yet; ``None`` if the loop saves none."""
-        self.services = LoopServices(
-            position=self.position,
-            loop_state=state,
-            agenda=self.agenda,
-            end_epoch=end_epoch,
-            accumulated=schedule.accumulated,
-            inputs=arguments.step.parameters,
-            drain=readback.drain,
-            interrupted=self._is_interrupted,
-            steps_per_run=arguments.steps_per_run,
-            unsaved=_watched_parts(arguments, state),
-            found=self._tell_extensions,
-        )
-        """What all sessions of the loop share."""
         self.renew()
 
     def renew(self) -> None:
         """Make a new session, which :meth:`create` restores or initializes."""
-        arguments = self._arguments
-        self._state.begin_session()
-        self.session = Session(
-            arguments.model,
-            arguments.optimizer,
-            arguments.state,
-            arguments.scaffold.saver,
-            hooks=arguments.hook_states,
-            checkpoint_dir=self._folder,
-            metadata=arguments.metadata,
-            gradients=self.gradients,
-            ranks=arguments.ranks,
-            services=self.services,
-            loop_hooks=[hook for hook in arguments.hooks if isinstance(hook, StandardHook)],
-        )
+        training = self._training
+        training.loop_state.begin_session()
+        self.session = Session.of(training)
         if self._rank_sync is not None:
             self.session.guard_checkpoints(self._rank_sync.why_no_checkpoint)
-        # A hook may not get to add its saver again, if the new session cannot be created. It is closed all the same.
-        earlier = {id(saver): saver for saver in self._savers}
-        self.session.savers += [saver for saver in earlier.values() if saver is not self.session.saver]
-        self._savers = self.session.savers
-        self._schedule.begin_session(self.session, arguments.step)
-        self.run_services = RunServices(self.session, arguments.step, self._readback, self._state, self.agenda)
+        training.accumulated.begin_session(self.session)
         self.coord = Coordinator()
+
+    def stop_for(self, error: BaseException) -> None:
+        """Note that the loop stops because of ``error``, of a background thread: it is raised when the loop closes."""
+        self.fatal = error
 
     def create(self, recovers: bool = False) -> None:
         """Restore or initialize the current session, and call every hook's ``after_create_session``."""
@@ -126,18 +97,19 @@ class Sessions:
         self.restored_from = None
         if restored is not None:
             path = self.restored_from = self._as_given(restored)
-            if restored == self._chosen and self.position.why_finished not in (None, DATA_ENDED):
-                self.position.train_on()
+            if restored == self._chosen and self._training.position.why_finished not in (None, DATA_ENDED):
+                self._training.position.train_on()
             logger.info("restored step %d from %s", session.global_step, path)
-            if session.global_step and not recovers and self.position.state_dict() is None:
+            if session.global_step and not recovers and self._training.position.state_dict() is None:
                 logger.info("%s has no position in the data: what is not in the loop's state starts over", path)
-        session.was_restored = restored is not None
-        self._arguments.scaffold.prepare(session, session.was_restored)
+        if restored is not None:
+            session.begin_with_checkpoint()
+        self._settings.scaffold.prepare(session, session.was_restored)
         for slot in self._schedule.all_hooks:
             slot.trigger.start_at(session.global_step)  # one by one: the hook before this one may have set the step
             self.call(slot, "after_create_session", slot.hook.after_create_session, session, self.coord)
         self._schedule.start()
-        for extension in self._arguments.extensions:
+        for extension in self._extensions:
             called(extension, extension.start, session)
 
     def _restore(self) -> str | None:
@@ -148,7 +120,11 @@ class Sessions:
         """
         session = self.session
         if self._chosen is None:
-            return None if self._folder is None else session.saver.restore_latest(session, self._folder)
+            return (
+                None
+                if session.checkpoint_dir is None
+                else session.saver.restore_latest(session, session.checkpoint_dir)
+            )
         for path in self._saved_since():
             try:
                 session.saver.restore(session, path)
@@ -159,7 +135,7 @@ class Sessions:
         try:
             session.saver.restore(session, self._chosen)
         except DamagedCheckpointError as error:
-            given = self._arguments.checkpoint_dir
+            given = self._plan.folder
             others = [checkpoint.name for checkpoint in list_checkpoints(os.path.dirname(self._chosen))]
             listed = f"{shortened(others)}; checkpoint_dir={given!r} restores the newest that is undamaged"
             raise DamagedCheckpointError(f"{error} {given} has {listed if others else 'no checkpoint'}.") from error
@@ -167,8 +143,9 @@ class Sessions:
 
     def _saved_since(self) -> list[str]:
         """Return the paths of the checkpoints that were saved since the first call of this method, newest first."""
-        assert self._saved_to is not None
-        checkpoints = list_again(self._saved_to, self._cache)
+        folder = self._training.saved_to or self._training.checkpoint_dir
+        assert folder is not None
+        checkpoints = list_again(folder, self._cache)
         if self._order_before is None:
             self._order_before = checkpoints[-1].order if checkpoints else 0
             self._tell_of_later(checkpoints)
@@ -178,25 +155,25 @@ class Sessions:
         """Log which of ``checkpoints`` were saved after the chosen one, from which another history begins."""
         orders = [checkpoint.order for checkpoint in checkpoints if checkpoint.path == self._chosen]
         later = [checkpoint.name for checkpoint in checkpoints if orders and checkpoint.order > orders[0]]
-        if later and self._arguments.has_saver and self._arguments.ranks.is_chief:
+        if later and self._plan.savers and self._training.ranks.is_chief:
             logger.info(
                 "%s has checkpoints that were saved after %s: %s. They stay until newer ones replace them. To continue "
                 "later from what this loop saves, give the next one checkpoint_dir=%r",
-                self._arguments.checkpoint_dir,
-                self._arguments.checkpoint,
+                self._plan.folder,
+                self._plan.checkpoint,
                 shortened(later),
-                self._arguments.checkpoint_dir,
+                self._plan.folder,
             )
 
     def _as_given(self, path: str) -> str:
         """Return ``path`` as the user writes it, if it is in the loop's ``checkpoint_dir``."""
         folder, name = os.path.split(path)
-        given = self._arguments.checkpoint_dir
-        return path if given is None or folder != self._folder else os.path.join(given, name)
+        given = self._plan.folder
+        return path if given is None or folder != self._training.checkpoint_dir else os.path.join(given, name)
 
     def finish(self, why: str | None) -> None:
         """Have the checkpoints say from now on that the training run is finished, if it is on all ranks."""
-        session, arguments, state = self.session, self._arguments, self._state
+        session, state = self.session, self._training.loop_state
         if state.stop is not None and state.stop.by in _ASKED_TO_STOP:
             return  # all ranks have agreed on the stop, so none is finished; one may have left with an error after it
         reasons = session.ranks.gather(why, "whether the training run is finished")
@@ -204,28 +181,22 @@ class Sessions:
             return
         # The data may have ended on one rank where the script has left its loop on another one. All say the same.
         why = next((each for each in reasons if each is not None and each != DATA_ENDED), why)
-        self.position.finish(why)
-        is_told = session.ranks.is_chief and (arguments.has_saver or self._folder is not None)
+        self._training.position.finish(why)
+        is_told = session.ranks.is_chief and self._plan.has_checkpoints
         if is_told and why != DATA_ENDED:
             logger.info("finished: %s; for a pause, such as a time limit, call loop.request_stop() instead", why)
 
-    def _tell_extensions(self, session: Session, finding: Finding) -> None:
-        for extension in self._arguments.extensions:
-            try:
-                called(extension, extension.found, session, finding)
-            except Exception as error:  # what the hook has found is what the caller has to see, and others too
-                logger.error("an extension that was told of a finding has failed: %s", finding.message, exc_info=error)
-
     def has_checkpoint(self) -> bool:
         """Return whether there is a checkpoint to restore."""
-        return self._chosen is not None or (self._folder is not None and latest_checkpoint(self._folder) is not None)
+        folder = self._training.checkpoint_dir
+        return self._chosen is not None or (folder is not None and latest_checkpoint(folder) is not None)
 
     def call(self, slot: HookSlot, name: str, method: Callable[..., object], *args: object) -> None:
         """Call a hook's ``method`` outside a run; an exception gets a note that names the hook."""
         try:
             method(*args)
         except BaseException as error:
-            note_hook(error, slot, name, self._state.global_step)
+            note_hook(error, slot, name, self._training.global_step)
             raise
 
     def end(self, slot: HookSlot) -> None:
@@ -247,36 +218,78 @@ class Sessions:
         coord = self.coord if coord is None else coord
         coord.request_stop()
         try:
-            coord.join(stop_grace_period_secs=self._arguments.settings.stop_grace_period_secs, ignore_live_threads=True)
+            coord.join(stop_grace_period_secs=self._settings.stop_grace_period_secs, ignore_live_threads=True)
         except BaseException as error:
             if error is not coord.error or error is self.fatal or not self._recovery.covers(error):
                 raise
             if error is not handled:
                 logger.error("a background thread failed, and is not needed any more", exc_info=error)
 
-    def _is_interrupted(self) -> bool:
-        """Return whether a hook that waits has to give up.
 
-        Raises:
-            PeerError: another rank has failed.
-        """
-        if self._rank_sync is not None:
-            self._rank_sync.check()
-            if self._rank_sync.peers.is_stop_decided:
-                return True
-        return self._state.signal is not None
+def new_training_state(
+    settings: LoopSettings,
+    plan: LoopPlan,
+    extensions: tuple[Extension, ...],
+    call_epoch_hooks: Callable[[], object],
+    note_open: Callable[[bool], object],
+) -> TrainingState:
+    """Return the state of a new loop.
+
+    Args:
+        settings: what the loop was given.
+        plan: its hooks, which know their folders.
+        extensions: what to tell of a finding.
+        call_epoch_hooks: calls the hooks for the end of an epoch that was left by ``break``, if they were not called.
+        note_open: called with whether ``end()`` of the hooks is still to be called, when that changes.
+    """
+    loop_state = LoopState(settings.signals, settings.step.function, int(plan.counts_runs), note_open)
+    saver = Saver() if settings.scaffold.saver is None else settings.scaffold.saver
+    position = DataPosition(loop_state, settings.state)
+    return TrainingState(
+        model=settings.model,
+        optimizer=settings.optimizer,
+        state=settings.state,
+        saver=saver,
+        hooks=named_states(plan.all_hooks),
+        metadata=settings.metadata,
+        # A script may change the current directory while it trains.
+        checkpoint_dir=None if plan.folder is None else os.path.abspath(plan.folder),
+        saved_to=next(filter(None, map(attrgetter("checkpoint_dir"), plan.savers)), None),
+        ranks=settings.ranks,
+        loop_state=loop_state,
+        position=position,
+        gradients=_watched_gradients(settings, plan),
+        unsaved=_watched_parts(settings, plan, loop_state),
+        replicas=Replicas(),
+        accumulated=RunningValues(),
+        step_function=settings.step,
+        agenda=Agenda(lambda: position.depth),
+        data_waits=DataWaits(),
+        readback=Readback(loop_state.set_pending),
+        loop_hooks=[hook for hook in plan.all_hooks if isinstance(hook, StandardHook)],
+        savers=[saver],
+        call_epoch_hooks=call_epoch_hooks,
+        tell_extensions=partial(_tell, extensions),
+    )
 
 
-def _watched_parts(arguments: LoopArguments, state: LoopState) -> UnsavedParts | None:
-    if not arguments.has_saver or not arguments.ranks.is_chief:
+def _tell(extensions: tuple[Extension, ...], session: Session, finding: Finding) -> None:
+    for extension in extensions:
+        try:
+            called(extension, extension.found, session, finding)
+        except Exception as error:  # what the hook has found is what the caller has to see, and others too
+            logger.error("an extension that was told of a finding has failed: %s", finding.message, exc_info=error)
+
+
+def _watched_parts(settings: LoopSettings, plan: LoopPlan, loop_state: LoopState) -> UnsavedParts | None:
+    if not plan.savers or not settings.ranks.is_chief:
         return None
-    parts = {"model": arguments.model, "optimizer": arguments.optimizer, **arguments.state}
-    return UnsavedParts(state, is_of_a_loop, parts)
+    parts = {"model": settings.model, "optimizer": settings.optimizer, **settings.state}
+    return UnsavedParts(loop_state, is_of_a_loop, parts)
 
 
-def _watched_gradients(arguments: LoopArguments) -> Gradients | None:
-    optimizer = arguments.optimizer
-    saves = arguments.checkpoint_dir is not None or arguments.has_saver
-    if optimizer is None or not saves or not hasattr(optimizer, "register_step_post_hook"):
+def _watched_gradients(settings: LoopSettings, plan: LoopPlan) -> Gradients | None:
+    optimizer = settings.optimizer
+    if optimizer is None or not plan.has_checkpoints or not hasattr(optimizer, "register_step_post_hook"):
         return None
     return Gradients(optimizer)

@@ -1,4 +1,6 @@
-"""What a loop is doing, which all packages above know: its phase and its step, and what stops it.
+"""The state of a loop, which all packages above know: what is trained, how far it is, and what stops it.
 
-Read ``loop_state`` first, which every step reads. ``signals`` are those that stop a loop.
+Read ``training_state`` first: it has all that the parts of a loop, its hooks, savers and tools share. ``loop_state`` is
+the part of it that every step reads: the phase, the step, when a hook is due, who stops the loop and why. ``signals``
+are those that stop a loop.
 """

@@ -23,9 +23,8 @@ import enum
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from signal import Signals
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torchhooks.common.checks import whole_number
 from torchhooks.common.errors import LifecycleError, PeerError, brief
@@ -99,33 +98,38 @@ class Ending(NamedTuple):
     """Whether the loop itself left the ``with`` block, because of a signal."""
 
 
-class RunInProgress(Protocol):
-    """A run in which a stop can be requested: a ``SessionRunContext``."""
+class RunInProgress:
+    """A run in which a stop can be requested."""
 
-    void: bool
+    # Class attributes are defaults: a context is created in every run with hooks, and each assignment costs time.
+    void: bool = False
     """Whether the run failed, so that a stop requested in it does not count."""
-    counts: bool
+    counts: bool = False
     """Whether the run counts although it failed, because its ``after_run`` calls had begun."""
 
     @property
     def why_stopped(self) -> str:
-        """Which hook asked to stop, and why."""
-        ...
+        """Which hook, or what else, asked to stop, and why."""
+        raise NotImplementedError
+
+    def fail(self) -> None:
+        """Note that the run failed: a stop that was requested in it does not count."""
+        self.void = True
+        self.end()
 
     def end(self) -> None:
         """Let go of what belongs to the run alone."""
 
 
-@dataclass
-class CallerRequest:
+class CallerRequest(RunInProgress):
     """A stop that the caller requested during a run, and not a hook."""
 
-    why_stopped: str
-    void: bool = False
-    counts: bool = False
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
 
-    def end(self) -> None:
-        """Nothing belongs to the run."""
+    @property
+    def why_stopped(self) -> str:
+        return self._reason
 
 
 class LoopState:
@@ -134,12 +138,24 @@ class LoopState:
     A run is idle, so that the loop calls no hook, if it begins below the global step :attr:`idle_step`, after fewer
     than :attr:`idle_runs` runs and before :attr:`moment`, and no hook is due after its step.
 
-    Created in the training thread.
+    Created in the training thread. Its attributes are set by its methods, but for these, on the way of every step or of
+    every run with hooks, where calls would cost as much as what they do:
+
+    =====================  =========================================================================
+    where                  what is set
+    =====================  =========================================================================
+    ``MonitoredLoop.run``  ``phase``, ``outputs``, ``global_step``, ``runs``
+    ``Body``               ``phase``
+    ``Runner.begin``       ``outputs``, ``context``, also in ``_begin_due``
+    ``Runner.finish``      ``outputs``, ``global_step``, ``runs``, ``context``, also in ``_complete``
+                           and ``_after_run``
+    =====================  =========================================================================
 
     Args:
         signals: the names of the signals that stop the loop.
         function: the step function.
         steps_per_run: the global steps that a run counts when its step has returned. 0 if the optimizer's steps count.
+        note_open: called with whether ``end()`` of the hooks is still to be called, when that changes.
     """
 
     # Every step pays for what a run without hooks looks at, and more so when the step has emptied the caches of the
@@ -157,6 +173,7 @@ class LoopState:
         signals: Iterable[str | Signals] = (),
         function: Callable[..., Any] = lambda: None,
         steps_per_run: int = 1,
+        note_open: Callable[[bool], object] = lambda is_open: None,
     ) -> None:
         self._thread = threading.get_ident()
         self.phase = Phase.IDLE
@@ -166,7 +183,7 @@ class LoopState:
         """Whether the end of the run has something to handle."""
         self.runs = 0
         """How many runs were made. A run with hooks counts when its ``after_run`` calls begin."""
-        self.note_open: Callable[[bool], object] = lambda is_open: None
+        self.note_open = note_open
         """Called with whether ``end()`` of the hooks is still to be called, when that changes."""
         self.earlier_runs = 0
         """How many runs earlier processes made, less the runs of this loop that a restore took back."""
@@ -223,9 +240,26 @@ class LoopState:
         """How many runs the training run consists of, as its checkpoints count them."""
         return self.earlier_runs + self.runs
 
-    @total_runs.setter
-    def total_runs(self, runs: int) -> None:
+    def restore(self, step: int, runs: int) -> None:
+        """Continue at the global step ``step``, after so many ``runs``, as a checkpoint says."""
+        self.set_step(step)
         self.earlier_runs = runs - self.runs
+
+    def begin_here(self) -> None:
+        """Have the session begin at the present step, because the runs before it failed. TensorFlow's START says so."""
+        self.begun_at = self.global_step
+
+    def count_optimizer_step(self, *_: object) -> None:
+        """Count a step of the optimizer, which calls this when it has made one."""
+        self.global_step += 1
+
+    # -- when a hook is due -------------------------------------------------------------------------------------------
+
+    def expect(self, step: int, runs: int, moment: float | None, checks_after: bool) -> None:
+        """Have runs be idle below this global step, after fewer runs, and before this moment."""
+        # Another thread may call interrupt() just now, and these lines overwrite what it set. It sets ``pending`` too,
+        # so that the end of this run or of the next one does what it asks for.
+        self.idle_step, self.idle_runs, self.moment, self.checks_after = step, runs, moment, checks_after
 
     def is_idle(self) -> bool:
         """Return whether no hook is due in the next run. ``MonitoredLoop.run`` has the same test, written out."""
@@ -246,6 +280,27 @@ class LoopState:
 
     # -- the run in progress ------------------------------------------------------------------------------------------
 
+    def begin_end_of_run(self) -> None:
+        """Note that the end of the run is handled from here on. A thread or a signal may ask for the next one again."""
+        self.pending = False
+
+    def begin_with_hooks(self, context: RunInProgress) -> None:
+        """Begin a run, or the end of an epoch, in which hooks are called with ``context``."""
+        self.context = context
+
+    def release_outputs(self) -> None:
+        """Let go of the last outputs: the session is closed."""
+        self.outputs = NO_OUTPUTS
+
+    def end_with_hooks(self, enclosing: RunInProgress | None = None) -> None:
+        """Note that hooks are called with the context of the ``enclosing`` run again, or in no run."""
+        self.context = enclosing
+
+    def begin_calls(self) -> bool:
+        """Enter ``RUNNING`` for calls between two runs, which must not begin one. Return whether it was entered."""
+        was_running, self.phase = self.phase is RUNNING, RUNNING
+        return was_running
+
     def run_is_over(self) -> None:
         """Leave ``RUNNING``: the run, or the calls between two runs, are over, also by an error."""
         if self.phase is RUNNING:
@@ -255,11 +310,37 @@ class LoopState:
         """Drop the run in progress, which failed, together with a stop that was requested in it."""
         run, self.context = self.context, None
         if run is not None:
-            run.void = True
-            run.end()
+            run.fail()
             self.stop_requests = [other for other in self.stop_requests if other is not run]
 
+    # -- a function of run_step_fn ------------------------------------------------------------------------------------
+
+    def enter_step_fn(self) -> bool:
+        """Note that a function of ``run_step_fn`` is called. Return what :meth:`leave_step_fn` has to get."""
+        outside, self.in_step_fn = self.in_step_fn, True
+        return outside
+
+    def leave_step_fn(self, outside: bool) -> None:
+        """Note that the function has returned or raised; ``outside`` says whether it was called by another one."""
+        self.in_step_fn = outside
+
+    def allow_last_run(self, is_allowed: bool) -> None:
+        """Allow one more run after a stop, or no further one."""
+        self.last_run_allowed = is_allowed
+
     # -- stops --------------------------------------------------------------------------------------------------------
+
+    def agree_by(self, propose: Callable[[Stop], object]) -> None:
+        """Have ``propose`` tell the other ranks of a stop, which takes effect once all have agreed on the run."""
+        self.propose = propose
+
+    def data_go_on(self) -> None:
+        """Note that there is an item after the end of an outermost loop: of another one, which was open meanwhile."""
+        self.data_have_ended = False
+
+    def data_ended(self) -> None:
+        """Note that the outermost ``until_stop`` has no more items."""
+        self.data_have_ended = True
 
     def request(self, run: RunInProgress) -> None:
         """Take a hook's request to stop after ``run``; if that run is over, after the one in progress."""
@@ -337,6 +418,10 @@ class LoopState:
         self.failure, self.phase = error, Phase.FAILED
         self.note_open(False)
         self.decide(Stop(brief(error if cause is None else cause), StoppedBy.ERROR))
+
+    def fail_to_begin(self, error: BaseException) -> None:
+        """Note that the loop was not created because of ``error``. ``StopIteration`` is no clean end before a run."""
+        self.failure = error
 
     def close(self, error: BaseException | None) -> None:
         """Close the loop, because of ``error`` if one left the ``with`` block; exactly ``StopIteration`` is clean."""

@@ -35,6 +35,7 @@ from typing import NamedTuple
 
 from torchhooks.common.errors import LifecycleError, PeerError, TorchHooksError, brief
 from torchhooks.common.log import logger
+from torchhooks.progress.training_state import TrainingState
 from torchhooks.ranks.agreement import (
     CLOSE,
     END,
@@ -64,7 +65,6 @@ from torchhooks.ranks.agreement import (
     RunFailed,
     joined_calls,
 )
-from torchhooks.ranks.ranks import LoopRanks
 from torchhooks.ranks.transport import ContactLostError, GlooTransport, is_communication_error
 
 # How long the end of the process waits for the last exchange with the other ranks, which takes milliseconds if they are
@@ -131,25 +131,20 @@ class Peers:
     """Keeps one rank in step with the others.
 
     Args:
-        ranks: which rank this is, and how to reach the others.
+        training: the state of the loop.
         progress: returns how far the training thread is. The tick thread calls it too.
         new_requests: returns the bits of what this rank asks for, and the reason of a stop. Called in the tick thread;
             a signal is reported at each call, hooks once.
-        wake: has the training thread look at what was found when its run ends. Any thread calls it.
-        interrupt: has the training thread look before its next run too.
     """
 
     def __init__(
         self,
-        ranks: LoopRanks,
+        training: TrainingState,
         *,
         progress: Callable[[], TrainingProgress],
         new_requests: Callable[[], tuple[int, str]],
-        wake: Callable[[], object],
-        interrupt: Callable[[], object],
     ) -> None:
-        self._ranks = ranks
-        self._progress, self._new_requests, self._wake, self._interrupt = progress, new_requests, wake, interrupt
+        self._training, self._progress, self._new_requests = training, progress, new_requests
         self._training_thread = threading.get_ident()
         self._pid = os.getpid()
         # Both threads change what stands below with this lock held, except where a comment says why not. It is
@@ -219,8 +214,8 @@ class Peers:
         Raises:
             LifecycleError: another rank did not create its loop in time.
         """
-        self._transport = transport = self._ranks.connect(self._why_not_to_wait)
-        self._ranks.run_number = lambda: self._run_numbers().begun
+        self._transport = transport = self._training.ranks.connect(self._why_not_to_wait)
+        self._training.ranks.count_runs_with(lambda: self._run_numbers().begun)
         self._thread = threading.Thread(target=self._tick_on, args=(transport,), name="torchhooks ranks", daemon=True)
         self._thread.start()
 
@@ -251,6 +246,13 @@ class Peers:
         self._failure_is_seen.set()
         return self.failure
 
+    def check(self) -> None:
+        """Raise the PeerError if another rank has failed, and end the loop."""
+        failure = self.failure_to_raise()
+        if failure is not None:
+            self._training.loop_state.fail(failure)
+            raise failure
+
     def ask_to_stop(self, why: str, run: int | None) -> None:
         """Ask the other ranks to stop. Any thread may call this.
 
@@ -261,8 +263,15 @@ class Peers:
             self._round.ask(STOP, why)
             if run is not None and all(each.last <= run for each in self._decided):
                 self._round.asked_in = run
-        self._wake()
+        self._training.loop_state.set_pending()
         self._tick_now.set()
+
+    def exchange_states(self, state_text: Callable[[], str], on_states: Callable[[list[str]], object]) -> None:
+        """Have the tick thread tell the others what ``state_text()`` returns, and give all answers to ``on_states``.
+
+        It does so when a rank has called :meth:`ask_for_states`. Neither of the two may wait for anything.
+        """
+        self.state_text, self.on_states = state_text, on_states
 
     def ask_for_states(self) -> bool:
         """Have every rank say where it is, to all of them; return whether they can. Any thread may call this."""
@@ -317,7 +326,17 @@ class Peers:
 
     def awaited(self, joins: int) -> int:
         """Return which of the calls in ``joins``, HAS_CALLS and HAS_EPOCH, another rank makes already."""
-        return joined_calls(Row(detail=joins, gatherings=self._ranks.gatherings, epochs=self.epochs), self._table)
+        return joined_calls(
+            Row(detail=joins, gatherings=self._training.ranks.gatherings, epochs=self.epochs), self._table
+        )
+
+    def loop_begins(self) -> None:
+        """Note that an ``until_stop`` begins."""
+        self.is_outside = False  # without the lock: only the training thread writes it
+
+    def data_ended(self) -> None:
+        """Note that the data of a loop have ended, after which the script may do anything for long."""
+        self.is_outside = True
 
     def loops_are_over(self, left: str) -> None:
         """Note that the outermost loop is over; ``left`` says where the script has left it, and is empty at its end."""
@@ -388,7 +407,7 @@ class Peers:
 
     def _end_connection(self) -> None:
         """Release the connection to the other ranks, or have the tick thread do so at its end."""
-        self._ranks.disconnect()
+        self._training.ranks.disconnect()
         self._is_over = True  # before looking: the tick thread says that it has ended before it looks at this
         if self._thread_ended.is_set():
             self._release()
@@ -427,7 +446,7 @@ class Peers:
         finally:
             self._hold = None
         if self._decided and not self.has_stopped:
-            self._wake()  # for the end of a later run
+            self._training.loop_state.set_pending()  # for the end of a later run
         return applied
 
     def _is_over_after(self, runs: int) -> bool:
@@ -444,13 +463,13 @@ class Peers:
 
         If the training thread waits, a rank in a later run, at a later meeting or out of its loop will never take part.
         """
-        outcome, this = self._outcome, self._ranks.rank
-        mine = self._ranks.gatherings
+        outcome, this = self._outcome, self._training.ranks.rank
+        mine = self._training.ranks.gatherings
         if self.failure is None and outcome.status >= FAILED and outcome.status != RUN_FAILED:
             return PeerError(f"this rank failed: {outcome.reason}", this, outcome.run, outcome.reason)
         if self.failure is not None or threading.get_ident() != self._training_thread:
             return self.failure
-        gathering = self._ranks.gathering
+        gathering = self._training.ranks.gathering
         if outcome.status == LEFT or gathering is None:  # after the loop, nothing tells where the other ranks are
             return None
         run, is_in_run = self._run_numbers().begun, bool(self._progress().number)
@@ -489,7 +508,7 @@ class Peers:
         try:
             while not self._tick(transport):
                 if not self._agreement.promising:  # promises follow at once: all ranks hold until they are exchanged
-                    self._tick_now.wait(self._ranks.tick_secs)
+                    self._tick_now.wait(self._training.ranks.tick_secs)
                 self._tick_now.clear()
             is_connected = True
         except ContactLostError as error:
@@ -547,7 +566,7 @@ class Peers:
             self._round.ask(*self._new_requests())  # before the row is made: a signal is told in this very tick
             if self._agreement.promising:
                 # Before looking at the run in progress, after which this rank then holds: see the top of this module.
-                self._wake()
+                self._training.loop_state.set_pending()
             while True:  # until both are of one moment, though the training thread goes on meanwhile
                 counts = self._counts()
                 made, begun, promise = self._run_numbers()
@@ -560,7 +579,7 @@ class Peers:
             return Row(*what, *self._arrival, self._states_wanted, outcome.counted, *counts)
 
     def _counts(self) -> tuple[int, int, int]:
-        return self._ranks.gatherings, self.epochs, self.loops
+        return self._training.ranks.gatherings, self.epochs, self.loops
 
     def _run_numbers(self) -> _RunNumbers:
         """Return how far this rank tells the others it is.
@@ -589,7 +608,7 @@ class Peers:
                 why = self._common_reason(askers, reasons) if bits & STOP else ""
                 over, self._round = self._round, self._round.decide(event, why)
                 self._decided = (*self._decided, over)
-                self._wake()
+                self._training.loop_state.set_pending()
             case Meeting():
                 if event.end_passes and self._arrival.kind != END:
                     # This rank has left that loop. If it has come to another one meanwhile, that is the next meeting.
@@ -622,7 +641,7 @@ class Peers:
             case Failure(rank, run, _, in_run):
                 if self._outcome.status == RUN_FAILED:
                     self._outcome = self._outcome._replace(status=FAILED)
-                if not self.has_failed or rank != self._ranks.rank:
+                if not self.has_failed or rank != self._training.ranks.rank:
                     after = f"after run {run}" if run else "before its first run"
                     where = f"in run {run}" if in_run else after
                     self._fail(rank, f"rank {rank} failed {where}: {reasons[rank]}", reasons[rank], run)
@@ -637,16 +656,16 @@ class Peers:
         """Return why all ranks stop: the reason of the first one that asked, and which ranks asked for the same."""
         first = reasons[askers[0]]
         same = [rank for rank in askers if _reason_alone(reasons[rank]) == _reason_alone(first)]
-        return f"{first} ({rank_names(same, self._ranks.size)})"
+        return f"{first} ({rank_names(same, self._training.ranks.size)})"
 
     def _fail(self, rank: int | None, message: str, reason: str, run: int = 0) -> None:
         """Have the training thread raise a PeerError as soon as it looks."""
         # The failure is set first, so that the training thread finds it however early the interrupt is noticed.
         self.failure = PeerError(message, rank, run or self._progress().runs, reason)
-        self._interrupt()
+        self._training.loop_state.interrupt()
 
     def _lose(self, error: ContactLostError, transport: GlooTransport) -> None:
-        if any(row.status == LEFT for rank, row in enumerate(self._table) if rank != self._ranks.rank):
+        if any(row.status == LEFT for rank, row in enumerate(self._table) if rank != self._training.ranks.rank):
             return  # that rank made the agreed last run, and its process has ended well
         missing = [] if self._agreement.stopped else transport.find_missing()
         names = "another rank" if not missing else rank_names(missing, math.inf)
@@ -660,7 +679,7 @@ class Peers:
 
     def _end_if_stuck(self, transport: GlooTransport) -> None:
         """End the process if the training thread does not come back from a call that needs the rank that failed."""
-        stuck_secs = secs = self._ranks.stuck_secs
+        stuck_secs = secs = self._training.ranks.stuck_secs
         began, progress = self._tick_began
         if self._progress() == progress:
             # It has been in the same call since the last tick began, which no rank answered for lost_after_secs. That

@@ -11,7 +11,7 @@ import copy
 import os
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -162,7 +162,7 @@ class LoopRanks(Ranks):
         self.rank, self.size = (0, 1) if alone else _rank_and_size_in(self.group) or (configured.rank, configured.size)
         self.may_be_late = self.size == 1 and not alone
         """Whether the script may create the process group after the loop, which is then one of this process alone."""
-        self.local_hooks: list[object] = []
+        self.local_hooks: Sequence[object] = ()
         """The hooks of this rank's loop that not every rank has."""
         self.share_folder = True
         """Whether all ranks have to see the same checkpoints."""
@@ -211,6 +211,14 @@ class LoopRanks(Ranks):
                     "catches, skip it on all of them"
                 )
         return [each for *_, each in rows]
+
+    def note_loop(self, *, share_folder: bool, local_hooks: Sequence[object]) -> None:
+        """Note what the ranks have found out about their loops: see :attr:`share_folder` and :attr:`local_hooks`."""
+        self.share_folder, self.local_hooks = share_folder, local_hooks
+
+    def count_runs_with(self, run_number: Callable[[], int]) -> None:
+        """Have every gathering check that all ranks are in the run with the same number, by ``run_number()``."""
+        self.run_number = run_number
 
     def for_saving(self) -> LoopRanks:
         """Return ranks for the thread that writes checkpoints. Every rank has to call this, in the training thread.

@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from torchhooks.common.checks import folder
 from torchhooks.common.errors import Attempts
 from torchhooks.common.files import place
 from torchhooks.common.text import shown
+from torchhooks.progress.training_state import TrainingState
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter as TensorBoardWriter
@@ -270,19 +271,6 @@ def _import_tensorboard(module: str) -> Any:
 # -- where a hook writes -----------------------------------------------------------------------------------------------
 
 
-class _Session(Protocol):
-    """The part of :class:`torchhooks.Session` that decides where the points of a loop begin."""
-
-    @property
-    def metadata(self) -> Mapping[str, object]: ...
-    @property
-    def was_restored(self) -> bool: ...
-    @property
-    def begun_at(self) -> int: ...
-    @property
-    def global_step(self) -> int: ...
-
-
 class WriterTarget:
     """Where one hook writes: to the ``summary_writer`` that it was given, which may be a list, or to ``output_dir``.
 
@@ -354,7 +342,7 @@ class WriterTarget:
                     attempt(SummaryWriterCache.close, place.folder)
         attempt.raise_errors("several writers could not be closed")
 
-    def session_created(self, session: _Session) -> None:
+    def session_created(self, session: TrainingState) -> None:
         """Record the session of the loop. Write its metadata, unless there was an earlier session at the place."""
         with _lock:
             for writer, place in zip(self.writers, self._places, strict=True):
@@ -400,7 +388,7 @@ class _Place:
         self.targets: weakref.WeakSet[WriterTarget] = weakref.WeakSet()  # forgets those of a loop that is never closed
         self.folder: str | None = None
         """The folder whose cached writer is closed with the last target."""
-        self.session: _Session | None = None
+        self.session: TrainingState | None = None
         """The first session here, until its START is written."""
         self.is_started = False
 

@@ -11,9 +11,10 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
-from torchhooks.lifecycle.extension import Extension, LoopPlan, Training, register_extension
+from torchhooks.lifecycle.extension import Extension, LoopPlan, register_extension
 from torchhooks.lifecycle.session import Finding, Session
 from torchhooks.lifecycle.settings import LoopSettings
+from torchhooks.progress.training_state import TrainingState
 from torchhooks.tools.ledger import CHECK_PLAN
 
 if TYPE_CHECKING:
@@ -81,20 +82,12 @@ class WatchExtension(Extension):
     _watch: Watch | None = None
     _record: RunRecord | None = None
 
-    def begin(self, training: Training, settings: LoopSettings) -> None:
+    def begin(self, training: TrainingState, settings: LoopSettings) -> None:
         from torchhooks.tools.run_record import RunRecord
         from torchhooks.tools.watch.stalls import Watch
 
-        ranks, saved_to = training.ranks, training.saved_to
-        self._watch = watch = Watch(
-            training.loop_state,
-            training.position,
-            ranks,
-            training.peers,
-            saved_to or training.checkpoint_dir,
-            settings.stall_secs,
-            settings.stall_action == "abort",
-        )
+        saved_to = training.saved_to
+        self._watch = watch = Watch(training, settings.stall_secs, settings.stall_action == "abort", self._write_record)
         if saved_to is not None:
             # Each rank makes the folder, and not only the chief: the watch of each rank writes its stacks there. The
             # first save reports an error.
@@ -103,13 +96,14 @@ class WatchExtension(Extension):
         watch.start()
         # Only the chief writes the record, because there is one file for all ranks. The watch is started first: the
         # first write of the record may block on the disk, and only the watch would report that.
-        if saved_to is not None and ranks.is_chief:
-            self._record = record = RunRecord(
-                saved_to, ranks.size, lambda: watch.watched, lambda name: watch.request(name)
-            )
-            record.start()
-            # Without this, the command status would learn of a stall up to ten seconds after the report.
-            watch.on_change = record.write
+        if saved_to is not None and training.ranks.is_chief:
+            self._record = RunRecord(training, lambda: watch.watched, lambda name: watch.request(name))
+            self._record.start()
+
+    def _write_record(self) -> None:
+        # Without this, the command status would learn of a stall up to ten seconds after the report.
+        if self._record is not None:
+            self._record.write()
 
     def start(self, session: Session) -> None:
         if self._record is not None:

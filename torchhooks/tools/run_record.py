@@ -29,6 +29,7 @@ from torchhooks.common.files import replacing
 from torchhooks.common.log import logger
 from torchhooks.common.processes import is_alive, start_time, system_id
 from torchhooks.lifecycle.session import Session
+from torchhooks.progress.training_state import TrainingState
 
 NAME = ".run.json"
 REQUEST = ".stacks"
@@ -154,22 +155,22 @@ def _is_of(value: object, kind: Any) -> bool:
 
 
 class RunRecord:
-    """Writes the record of one loop into ``folder``.
+    """Writes the record of one loop into the folder to which it saves.
 
     Args:
-        folder: the folder of checkpoints.
-        world_size: how many ranks there are.
+        training: the state of the loop.
         watched: returns what a watch knows of the loop.
         on_request: called with the folder into which the command ``stacks`` wants the stacks of all threads.
     """
 
     def __init__(
         self,
-        folder: str,
-        world_size: int,
+        training: TrainingState,
         watched: Callable[[], Watched],
         on_request: Callable[[str], object],
     ) -> None:
+        folder = training.saved_to
+        assert folder is not None
         self._path, self._request_path = os.path.join(folder, NAME), os.path.join(folder, REQUEST)
         self._session: Callable[[], Session] | None = None
         self._watched, self._on_request = watched, on_request
@@ -178,7 +179,7 @@ class RunRecord:
         self._record = Record(
             pid,
             socket.gethostname(),
-            world_size,
+            training.ranks.size,
             began=now,
             began_at=None,
             time=now,

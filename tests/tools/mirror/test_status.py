@@ -208,7 +208,9 @@ def test_the_thread_that_writes_the_record_ends_with_a_loop_that_is_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_record, "PERIOD_SECS", 0.02)
-    record = run_record.RunRecord(str(tmp_path), 1, lambda: run_record.Watched(0.0), list)
+    training = Session()
+    training.saved_to = str(tmp_path)
+    record = run_record.RunRecord(training, lambda: run_record.Watched(0.0), list)
     record.begin_session(Session)
     record.start()
     del record

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import faulthandler
+import gc
 import inspect
 import json
 import math
@@ -42,6 +43,7 @@ from torchhooks import (
 )
 from torchhooks.__main__ import main
 from torchhooks.common.processes import process_state, start_time, system_id
+from torchhooks.lifecycle.session import Session
 from torchhooks.loop.advice import CREATED, missing_parts
 from torchhooks.progress.loop_state import LoopState
 from torchhooks.testing import log_lines
@@ -292,7 +294,7 @@ def test_a_loop_that_goes_on_says_so(tmp_path: Path, lines: list[tuple[str, str]
         job.look(5)
         assert job.watch.watched.stalled == "in run 3 (in the step)"
         job.gate.open()
-        wait_until(lambda: job.watch._state.runs == 4)  # noqa: SLF001
+        wait_until(lambda: job.watch._training.loop_state.runs == 4)  # noqa: SLF001
         job.look(1)
         assert job.watch.watched.stalled is None
         assert ("WARNING", "the loop goes on, after it stood still for 300 s") in lines
@@ -324,7 +326,7 @@ def test_a_long_evaluation_is_none_and_makes_the_next_one_free_to_take_as_long(
         assert is_quiet(job, 14, lines)
         assert job.watch._limit(True) == 1500  # noqa: SLF001
         job.gate.open()
-        wait_until(lambda: job.watch._state.runs == 3 and not job._thread.is_alive())  # noqa: SLF001
+        wait_until(lambda: job.watch._training.loop_state.runs == 3 and not job._thread.is_alive())  # noqa: SLF001
         job.look(1)
         assert job.watch._limit(True) == 6000  # noqa: SLF001
 
@@ -675,6 +677,7 @@ def test_the_thread_of_a_loop_that_was_dropped_ends(monkeypatch: pytest.MonkeyPa
     watches.clear()
     threads = [each for each in threading.enumerate() if each not in before]
     del loop
+    gc.collect()  # a loop is part of a reference cycle
     wait_until(lambda: not any(thread.is_alive() for thread in threads))
 
 
@@ -698,7 +701,7 @@ def test_the_status_says_at_once_that_a_loop_stands_still_and_that_it_goes_on(tm
         wait_until(lambda: read_status(str(tmp_path)).state.word == "stalled")  # and not ten seconds later
         assert read_status(str(tmp_path)).secs_left is None
         job.gate.open()
-        wait_until(lambda: job.watch._state.runs == 3)  # noqa: SLF001
+        wait_until(lambda: job.watch._training.loop_state.runs == 3)  # noqa: SLF001
         job.look(1)
         wait_until(lambda: read_status(str(tmp_path)).state.word in ("running", "closing", "ended"))
 
@@ -990,7 +993,7 @@ def with_ranks(folder: Path, fault: Callable[[Watch, list[Watch]], None], at: in
     def run(ranks: ThreadRanks, hub: Hub) -> None:
         def step(number: int) -> None:
             if number == 2 and ranks.rank == at:
-                mine = next(watch for watch in watches if watch._ranks.rank == at)  # noqa: SLF001
+                mine = next(watch for watch in watches if watch._training.ranks.rank == at)  # noqa: SLF001
                 assert at == 1 or is_there.wait(60)
                 fault(mine, watches)
                 go_on.set()
@@ -1027,7 +1030,7 @@ def test_a_rank_that_may_take_long_excuses_the_others_until_its_own_time_is_over
     said: list[bool] = []
 
     def stand_still(mine: Watch, all_watches: list[Watch]) -> None:
-        in_script = next(watch for watch in all_watches if watch._ranks.is_chief)  # noqa: SLF001
+        in_script = next(watch for watch in all_watches if watch._training.ranks.is_chief)  # noqa: SLF001
         wait_until(lambda: after_a_look(mine, mine._next > 3))  # noqa: SLF001 - the others have answered
         said.append(any(level == "CRITICAL" for level, _ in lines))
         for _ in range(17):
@@ -1040,12 +1043,20 @@ def test_a_rank_that_may_take_long_excuses_the_others_until_its_own_time_is_over
     assert "Rank 0 is in run 3: in code of the script" in line
 
 
+def meets(watch: Watch, peers: Any, ranks: Any = None) -> None:
+    """Have ``watch`` alone, and not its loop, meet other ranks."""
+    training = Session.of(watch._training)  # noqa: SLF001
+    training.attach_peers(peers)
+    training.ranks = training.ranks if ranks is None else ranks
+    watch._training = training  # noqa: SLF001
+
+
 @contextmanager
 def job_that_has_asked(folder: Path) -> Iterator[Job]:
     """Stand still in the step, on one of several ranks, which has asked the others where they are."""
     peers: Any = SimpleNamespace(ask_for_states=lambda: True)
     with Job(folder, in_the_step) as job:
-        job.watch._peers = peers  # noqa: SLF001
+        meets(job.watch, peers)
         job.look(5)
         yield job
 
@@ -1065,7 +1076,7 @@ def test_a_stall_that_is_over_when_the_ranks_answer_is_not_reported(
             threading.Timer(0.05, job.gate.open).start()
         else:
             job.gate.open()
-            wait_until(lambda: watch._state.runs == 4)  # noqa: SLF001
+            wait_until(lambda: watch._training.loop_state.runs == 4)  # noqa: SLF001
             states = [watch._state_text()]  # noqa: SLF001
         watch._take_states(states)  # noqa: SLF001
         if watch._reporting is not None:  # noqa: SLF001
@@ -1091,7 +1102,7 @@ def test_an_answer_that_comes_late_is_reported_if_the_loop_still_stands_still(
 def test_a_rank_that_lost_the_others_asks_no_more(tmp_path: Path, lines: list[tuple[str, str]]) -> None:
     peers: Any = SimpleNamespace(ask_for_states=lambda: False, failure=PeerError("rank 1 is lost", 1))
     with Job(tmp_path, in_the_step) as job:
-        job.watch._peers = peers  # noqa: SLF001
+        meets(job.watch, peers)
         assert is_quiet(job, 50, lines)
 
 
@@ -1099,7 +1110,7 @@ def test_a_rank_that_others_have_left_reports_alone(tmp_path: Path, lines: list[
     peers: Any = SimpleNamespace(ask_for_states=lambda: False, failure=None)
     ranks: Any = SimpleNamespace(rank=1, is_chief=False)
     with Job(tmp_path, in_a_hook("teardown")) as job:
-        job.watch._peers, job.watch._ranks = peers, ranks  # noqa: SLF001
+        meets(job.watch, peers, ranks)
         job.look(50)
         assert "It is after run 3: in teardown of Stands" in job.report()
         assert (tmp_path / "stall-3/rank-1.txt").exists()

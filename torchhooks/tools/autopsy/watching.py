@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from torchhooks.checkpoints.training_state import register_step_post_hook
+from torchhooks.checkpoints.contents import register_step_post_hook
 from torchhooks.fetches.names import Value, canonical, parameters_of
 from torchhooks.fetches.watch import Catch
 from torchhooks.lifecycle.hook import SessionRunContext
@@ -41,11 +41,11 @@ class RunInputs(NamedTuple):
 
     @classmethod
     def of(cls, run_context: SessionRunContext) -> RunInputs:
-        inputs, position = run_context.inputs(), run_context.session.position
-        if inputs or position is None:
+        inputs = run_context.inputs()
+        if inputs:
             named = {f"input {name}": value for name, value in inputs.items()}
             return cls(inputs, "the arguments of the step, by name", named)
-        item = position.current_item
+        item = run_context.session.position.current_item
         return cls(item, "the item of the innermost until_stop", {"item": item})
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -224,7 +224,7 @@ class Cut(SessionRunHook):
         if self._is_over:
             self._end(session)
         # A run that is repeated on the way to the loop of the checkpoint is undone there, so it has no number.
-        if session.training_state.is_repeating:
+        if session.position.is_repeating:
             return
         run = self._runs_of_earlier_loops + session.total_runs + 1
         is_wanted = run in plan.moments or Cut._walk_secs < _WALK_SECS or run == plan.steps
@@ -233,15 +233,15 @@ class Cut(SessionRunHook):
 
     def _walk(self, session: Session, run: int) -> None:
         started = time.perf_counter()
-        training, states = session.training_state, random_states()
-        parts = {"model": training.model, "optimizer": training.optimizer, **training.state}
+        states = random_states()
+        parts = {"model": session.model, "optimizer": session.optimizer, **session.state}
         position = session.position
         held = Held(
             sys._getframe(),  # noqa: SLF001 - as logging does
             {name: part for name, part in parts.items() if part is not None},
             self._hooks,
             self._step,
-            position.current_item if position is not None and position.depth else None,
+            position.current_item if position.depth else None,
         )
         # On all ranks: a state_dict() may need them.
         moment, nodes = self._walker.read(held, run, is_first=not self._seen.runs)
@@ -257,8 +257,7 @@ class Cut(SessionRunHook):
         self._total = session.total_runs
         made = self._runs_of_earlier_loops + self._total
         self._seen.runs += 1
-        if session.position is not None:
-            self._seen.depth = max(self._seen.depth, session.position.depth)
+        self._seen.depth = max(self._seen.depth, session.position.depth)
         if made == self._plan.kill_after and not self._seen.depth:
             # Without until_stop, a checkpoint is saved in the run. What the body does after it, such as print, would be
             # lost.

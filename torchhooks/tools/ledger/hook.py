@@ -178,7 +178,7 @@ class LedgerHook(PeriodicHook):
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
         session = self._session
         position = session.position
-        if position is not None and position.is_repeating:
+        if position.is_repeating:
             # The script repeats the run on its way to the loop of the checkpoint, where it is undone.
             self.trigger.withdraw()
         if not self.trigger.due:
@@ -187,7 +187,7 @@ class LedgerHook(PeriodicHook):
         self._line = line = _Line(self._leave_out)
         if "inputs" in self._what and not run_context.ends_epoch:
             # The step may change both in place, so they are read before it.
-            item = _NO_ITEM if position is None or not position.depth else position.current_item
+            item = position.current_item if position.depth else _NO_ITEM
             line.add_inputs(item, *run_context.call_arguments)
         if "random" in self._what:
             states = line.digests["random"] = self._random.digests()
@@ -309,7 +309,7 @@ class LedgerHook(PeriodicHook):
         session = self._session
         has_optimizer = bool(_optimizers(session))
         has = {
-            "item": session.position is not None and session.position.depth > 0,
+            "item": session.position.depth > 0,
             "gradients": has_optimizer,
             "parameters": session.model is not None,
             "optimizers": has_optimizer,

@@ -22,6 +22,7 @@ from torchhooks.lifecycle.coordinator import Coordinator
 from torchhooks.lifecycle.hook import StandardHook, loop_folder
 from torchhooks.lifecycle.session import Session
 from torchhooks.progress.signals import received_signal
+from torchhooks.ranks.ranks import Ranks
 from torchhooks.tools.mirror import copy as copying
 from torchhooks.tools.mirror.copy import Copy, OtherJobError, OverError, is_within
 from torchhooks.tools.mirror.store import Secrets, Store, StoreError, is_url
@@ -110,7 +111,8 @@ class MirrorHook(StandardHook):
 
     # -- in the training thread ---------------------------------------------------------------------------------------
 
-    def attach_folder(self, checkpoint_dir: str | None) -> None:
+    def attach_to_loop(self, ranks: Ranks, collective: bool, checkpoint_dir: str | None) -> None:
+        super().attach_to_loop(ranks, collective, checkpoint_dir)
         if not self._has_folder:
             self._set_folder(loop_folder(self, checkpoint_dir))
 

@@ -25,10 +25,8 @@ from types import FrameType
 from torchhooks.common.errors import brief
 from torchhooks.common.files import replacing
 from torchhooks.common.log import logger
-from torchhooks.data.position import DataPosition
-from torchhooks.progress.loop_state import LoopState
-from torchhooks.ranks.peers import Peers, end_process
-from torchhooks.ranks.ranks import LoopRanks
+from torchhooks.progress.training_state import TrainingState
+from torchhooks.ranks.peers import end_process
 from torchhooks.ranks.transport import flight_record
 from torchhooks.tools.run_record import Watched
 from torchhooks.tools.watch.global_lock import GlobalLockWatch
@@ -62,27 +60,21 @@ class Watch:
     """Watches one loop. Created in the training thread.
 
     Args:
-        state: the state of the loop.
-        position: how far it is in its data.
-        ranks, peers: which rank this is, and the way to the others; ``peers`` is ``None`` in a process that is alone.
-        folder: the folder of the training run, for reports; without one, stacks are printed to stderr.
+        training: the state of the loop. Without a folder, stacks are printed to stderr.
         stall_secs: after how many seconds the loop stands still; ``None`` for 30 times the slowest run, at least 300.
         aborts: whether to end the process after the report.
+        on_change: called when what :attr:`watched` says has changed, in a thread that may wait for a disk.
     """
 
     def __init__(
         self,
-        state: LoopState,
-        position: DataPosition,
-        ranks: LoopRanks,
-        peers: Peers | None,
-        folder: str | None,
+        training: TrainingState,
         stall_secs: float | None,
         aborts: bool,
+        on_change: Callable[[], object],
     ) -> None:
-        self._state, self._position, self._ranks, self._peers = state, position, ranks, peers
-        self._folder = None if folder is None else os.path.abspath(folder)
-        self._stall_secs, self._aborts = stall_secs, aborts
+        self._training, self._folder = training, training.saved_to or training.checkpoint_dir
+        self._stall_secs, self._aborts, self._on_change = stall_secs, aborts, on_change
         self._training_thread = threading.get_ident()
         # Four threads use what stands below: the one that looks; the tick thread, in _state_text() and _take_states();
         # the one that writes the run record, in watched and request(); and the one that makes a report, which notes the
@@ -100,17 +92,15 @@ class Watch:
         self._request = ""  # the folder for the stacks that a command asked for
         self._stall: tuple[str, str] | None = None  # the stall that was reported: in short, and as the line of the log
         self._run_time = time.time()
-        self.on_change: Callable[[], object] = lambda: None
-        """Called when what :attr:`watched` says has changed, in a thread that may wait for a disk."""
         self._reporting: threading.Thread | None = None  # the last report that is written
         self._asked_at = math.inf  # when the ranks were asked, by time.monotonic(), until they have answered
         self._lock_secs = 0.0  # after which faulthandler writes
-        self._lock = GlobalLockWatch(self._folder, ranks.rank, aborts, LOOK_SECS)
+        self._lock = GlobalLockWatch(self._folder, training.ranks.rank, aborts, LOOK_SECS)
 
     def start(self) -> None:
         """Look once a second, in a thread that does not keep a loop that is dropped."""
-        if self._peers is not None:
-            self._peers.state_text, self._peers.on_states = self._state_text, self._take_states
+        if self._training.peers is not None:
+            self._training.peers.exchange_states(self._state_text, self._take_states)
         _open.add(self)
         looking = (weakref.ref(self), self._closed)
         threading.Thread(target=_look_again, args=looking, name="torchhooks watch", daemon=True).start()
@@ -159,7 +149,7 @@ class Watch:
 
     @staticmethod
     def _counts_now() -> tuple[tuple[int, int], ...]:
-        return tuple((each._state.runs, each._items) for each in _open)  # noqa: SLF001 - its own class
+        return tuple((each._training.loop_state.runs, each._items) for each in _open)  # noqa: SLF001 - its own class
 
     @property
     def _stands_still(self) -> bool:
@@ -172,12 +162,12 @@ class Watch:
 
     def _note_runs(self) -> None:
         """Note when a run was last seen to be completed. The thread that writes the record calls this too."""
-        if self._state.runs != self._runs:
-            self._runs, self._run_time = self._state.runs, time.time()
+        if self._training.loop_state.runs != self._runs:
+            self._runs, self._run_time = self._training.loop_state.runs, time.time()
 
     @property
     def _items(self) -> int:
-        return sum(cursor.taken for cursor in self._position.open_loops)
+        return sum(cursor.taken for cursor in self._training.position.open_loops)
 
     @property
     def _secs(self) -> float:
@@ -188,7 +178,7 @@ class Watch:
 
     def _place(self) -> Place | None:
         frame = self._frame()
-        return None if frame is None else locate(frame, self._state, len(self._position.open_loops))
+        return None if frame is None else locate(frame, self._training.loop_state, self._training.position.depth)
 
     def _why_no_frame(self) -> str:
         is_alive = any(thread.ident == self._training_thread for thread in threading.enumerate())
@@ -198,14 +188,14 @@ class Watch:
         """Count quiet looks from 0 again. ``place`` is None if a run or an item was completed since the last look."""
         self._longest[self._is_slow] = max(self._longest[self._is_slow], self._secs)
         was_stalled = self._stall is not None
-        if was_stalled and self._quiet and self._ranks.is_chief:
+        if was_stalled and self._quiet and self._training.ranks.is_chief:
             logger.warning("the loop goes on, after it stood still for %d s", self._secs)
         self._stall, self._quiet, self._next, self._was_paused = None, 0, 0, False
         if was_stalled:
             # This writes the run record, and the thread that looks must not wait for a disk.
-            threading.Thread(target=self.on_change, name="torchhooks report", daemon=True).start()
+            threading.Thread(target=self._on_change, name="torchhooks report", daemon=True).start()
         self._phase = "" if place is None else place.phase
-        self._is_slow = not self._state.runs or (place is not None and place.is_slow)
+        self._is_slow = not self._training.loop_state.runs or (place is not None and place.is_slow)
 
     def _limit(self, is_slow: bool) -> float:
         """Return after how many seconds the loop stands still; the first run is slow, too: it may compile."""
@@ -219,11 +209,11 @@ class Watch:
     def _ask(self) -> None:
         """Have all ranks say where they are. If one is lost, its PeerError is the report."""
         self._asked_at = min(self._asked_at, time.monotonic())  # the first time, if the answer is late
-        if self._peers is None:
+        if self._training.peers is None:
             self._take_states([self._state_text()])
-        elif not self._peers.ask_for_states():
+        elif not self._training.peers.ask_for_states():
             self._next = sys.maxsize  # not in this stall
-            if self._peers.failure is None:  # the others have ended their loops, and this rank does not
+            if self._training.peers.failure is None:  # the others have ended their loops, and this rank does not
                 self._take_states([self._state_text()])
 
     def _state_text(self) -> str:
@@ -231,12 +221,12 @@ class Watch:
         try:
             return self._rank_state().to_text()
         except Exception as error:  # the tick thread ends the training run if this raises
-            run, phase = self._state.total_runs + 1, f"unknown ({brief(error)})"
+            run, phase = self._training.loop_state.total_runs + 1, f"unknown ({brief(error)})"
             return RankState(run, phase=phase, stands_still=True, request=self._request).to_text()
 
     def _rank_state(self) -> RankState:
         place = self._place() or Place(self._why_no_frame(), "", NOT_WAITING, False, True)
-        is_slow = place.is_slow or not self._state.runs
+        is_slow = place.is_slow or not self._training.loop_state.runs
         return RankState(
             run=self._run_at(place),
             when="after" if place.is_outside else "in",
@@ -255,7 +245,7 @@ class Watch:
     def _run_at(self, place: Place | None) -> int:
         """Return the number of the run that is in progress at ``place``, or of the last one if none is."""
         is_counted = place is None or place.run_counts or place.is_outside
-        return self._state.total_runs + (not is_counted)
+        return self._training.loop_state.total_runs + (not is_counted)
 
     def _take_states(self, texts: list[str]) -> None:
         """Report what the ranks said, in a thread of its own: this one must not wait for a disk."""
@@ -302,7 +292,7 @@ class Watch:
 
     def _speaks(self, states: Sequence[RankState]) -> bool:
         """Return whether this rank says what the ranks with these ``states`` have told it."""
-        return self._ranks.is_chief or len(states) == 1
+        return self._training.ranks.is_chief or len(states) == 1
 
     def _goes_on(self) -> bool:
         """Wait for a look, and return whether something was completed meanwhile.
@@ -314,9 +304,9 @@ class Watch:
 
     def _write(self, states: Sequence[RankState], name: str, line: str) -> None:
         """Write the stacks of this rank, and on the chief the report."""
-        rank, own = self._ranks.rank, states[self._ranks.rank if len(states) > 1 else 0]
+        rank, own = self._training.ranks.rank, states[self._training.ranks.rank if len(states) > 1 else 0]
         # First, so that status says so now, and not with the next record, up to ten seconds later.
-        self.on_change()
+        self._on_change()
         if self._folder is None:
             # faulthandler needs the number of a file, which an object that replaces sys.stderr may not have.
             faulthandler.dump_traceback(sys.__stderr__ or sys.stderr, all_threads=True)
@@ -346,7 +336,7 @@ class Watch:
     def _report_lock(self, stacks: bytes, secs: float) -> None:
         assert self._folder is not None  # or there is no file for the stacks
         folder = os.path.join(self._folder, f"stall-{self._run_at(self._place())}")
-        path = os.path.join(folder, f"rank-{self._ranks.rank}.lock.txt")
+        path = os.path.join(folder, f"rank-{self._training.ranks.rank}.lock.txt")
         line = (
             f"a call kept Python's global lock for more than {secs - LOOK_SECS:g} s, so no other thread could run: "
             f"{path} has the stacks"
@@ -355,7 +345,7 @@ class Watch:
         with _warns_of(folder):
             os.makedirs(folder, exist_ok=True)
             _write_file(path, stacks)
-            if self._ranks.is_chief:
+            if self._training.ranks.is_chief:
                 _write_file(os.path.join(folder, "report.md"), f"{line}\n".encode())
 
 

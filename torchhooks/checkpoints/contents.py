@@ -44,23 +44,20 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from torchhooks.checkpoints.sharded import sharded_parts, unreduced_gradients
-from torchhooks.checkpoints.unsaved import UnsavedParts
 from torchhooks.common.digests import has_plain_elements
 from torchhooks.common.errors import CheckpointError
 from torchhooks.common.stateful import PlainCopy, Stateful, has_state, type_of
 from torchhooks.common.text import shortened, shown
 from torchhooks.common.trees import Tree, changes_in_place
-from torchhooks.data.position import DataPosition
 from torchhooks.fetches.names import bare_optimizer, parameters_of
-from torchhooks.fetches.running import RunningValues
-from torchhooks.ranks.ranks import LoopRanks, is_sharded, reshard
+from torchhooks.progress.training_state import TrainingState
+from torchhooks.ranks.ranks import is_sharded, reshard
 
 Entries = dict[str, Any]
 """The entries of a checkpoint, by name."""
@@ -74,10 +71,19 @@ OWN_ENTRIES = (
     *("classes", "global_step", "gradients", "metadata", "num_threads", "parameter_names", "position", "random"),
     *("rank_tensors", "ranks", "running_values", "runs", "sharded", "sharded_gradients"),
 )
-"""The entries that are not the state of an object.
+"""The entries that are not the state of an object. Their names are reserved: no entry of a loop's ``state`` has one.
 
-A new one is collected in ``saving.collect_here``, and loaded in ``restoring.load``. If code of the script may change
-it, ``restoring.SecondLoad.load`` loads it too.
+What a new one needs:
+
+* to be described above, and written in ``saving``, if there is something to write, by the chief or by each rank: then
+  its name is in ``ENTRIES_OF_EACH_RANK``, too;
+* a part in ``saving.digest_of_state``, unless it is the same in two checkpoints with the same state;
+* to be loaded in ``restoring.load``, with what an older checkpoint stands for that does not have it. If code of the
+  script may change it, ``restoring.SecondLoad.load`` loads it too;
+* a decision about recoveries. They set runs and steps back. The data go on, and so does what counts events.
+
+If it is the loop that knows it, the owner is above this package: it joins the ``TrainingState`` by a method, as
+``attach_peers`` does, before the first session is made, which shares what is there by then.
 """
 
 ENTRIES_OF_EACH_RANK = ("gradients", "position", "random", "running_values")
@@ -114,133 +120,61 @@ class Replicas:
         self._runs = runs
 
 
-class StepCounter(Protocol):
-    """What counts the global steps and the runs: the state of a loop."""
+def parts_of(training: TrainingState) -> dict[str, Stateful]:
+    """Return the objects whose state is saved, by name.
 
-    global_step: int
-    total_runs: int
+    Puts their parameters back into the shards of FSDP2, if the script has left whole ones in a module.
 
-    def set_step(self, step: int) -> None: ...
-
-
-@dataclass
-class TrainingState:
-    """The state of a training run, as a session has it at the moment: what is saved, and what is restored into.
-
-    Attributes:
-        model: the model of the loop.
-        optimizer: the optimizer of the loop.
-        state: the loop's ``state``: further objects, by name.
-        hooks: the hooks that have a state, by name.
-        metadata: plain data that goes into every checkpoint.
-        steps: what counts the global steps.
-        ranks: the ranks of the loop.
-        gradients: what the optimizer has not used yet; ``None`` if nothing watches the optimizer.
-        running_values: what running fetches have accumulated.
-        position: how far the loop is in its data; ``None`` without a loop.
-        warned: what a warning was logged about that is logged once a loop.
-        unsaved: what changes and is in no checkpoint; ``None`` if the loop saves no checkpoints.
-        replicas: whether the ranks have the same parameters.
+    Raises:
+        CheckpointError: a name is reserved, or an object has no state.
     """
-
-    model: torch.nn.Module | None
-    optimizer: torch.optim.Optimizer | None
-    state: Mapping[str, Stateful]
-    hooks: Mapping[str, StatefulHook]
-    metadata: Mapping[str, Tree]
-    steps: StepCounter
-    ranks: LoopRanks
-    gradients: Gradients | None
-    running_values: RunningValues
-    position: DataPosition | None
-    warned: set[str]
-    unsaved: UnsavedParts | None = None
-    replicas: Replicas = field(default_factory=Replicas)
-
-    @property
-    def total_runs(self) -> int:
-        return self.steps.total_runs
-
-    @total_runs.setter
-    def total_runs(self, runs: int) -> None:
-        self.steps.total_runs = runs
-
-    @property
-    def global_step(self) -> int:
-        return self.steps.global_step
-
-    @global_step.setter
-    def global_step(self, step: int) -> None:
-        self.steps.set_step(step)
-
-    @property
-    def is_repeating(self) -> bool:
-        """Whether a resumed script has not come to the loop of its checkpoint yet, so that nothing must be saved."""
-        return self.position is not None and self.position.is_repeating
-
-    def parts(self) -> dict[str, Stateful]:
-        """Return the objects whose state is saved, by name.
-
-        Puts their parameters back into the shards of FSDP2, if the script has left whole ones in a module.
-
-        Raises:
-            CheckpointError: a name is reserved, or an object has no state.
-        """
-        parts: dict[str, Stateful] = {}
-        if self.model is not None:
-            parts["model"] = self.model
-        if self.optimizer is not None:
-            parts["optimizer"] = self.optimizer
-        for name, part in self.state.items():
-            if name in RESERVED or name.startswith(HOOKS):
-                raise CheckpointError(f"state[{name!r}]: this name is reserved in checkpoints. Choose another one.")
-            parts[name] = part
-        for name, hook in self.hooks.items():
-            parts[f"{OPTIONAL if hook.state_is_optional else HOOKS}{name}"] = hook
-        for name, part in parts.items():
-            if not has_state(part):
-                raise CheckpointError(
-                    f"{name!r} is {type_of(part)}, without state_dict() and load_state_dict(): add them, or leave it "
-                    "out."
-                )
-            if isinstance(part, torch.nn.Module):
-                reshard(part)
-        return parts
-
-    def modules(self) -> list[torch.nn.Module]:
-        """Return the model and the modules in the loop's state, such as an average of the weights."""
-        return [each for each in (self.model, *self.state.values()) if isinstance(each, torch.nn.Module)]
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """Yield the tensors of the modules and optimizers that are saved, for their sizes. One may come several times.
-
-        No object is asked for its state, which may take long, wait for a device or draw a random number.
-        """
-        gradients = {} if self.gradients is None else self.gradients.state_dict() or {}
-        found: list[Iterable[object]] = [gradients.values()]
-        for part in (self.model, self.optimizer, *self.state.values()):
-            optimizer = bare_optimizer(part)
-            if isinstance(part, torch.nn.Module):
-                found += part.parameters(), part.buffers()
-            elif isinstance(optimizer, torch.optim.Optimizer):
-                found += (state.values() for state in optimizer.state.values() if isinstance(state, dict))
-        for tensor in itertools.chain.from_iterable(found):
-            if isinstance(tensor, torch.Tensor) and has_plain_elements(tensor):
-                yield tensor
-
-    def unreduced_gradients(self) -> list[tuple[object, str]]:
-        """Return where FSDP2 keeps gradients of the optimizer that it has not reduced: objects and their attributes."""
-        return [] if self.gradients is None else unreduced_gradients(self.modules())
+    parts: dict[str, Stateful] = {}
+    if training.model is not None:
+        parts["model"] = training.model
+    if training.optimizer is not None:
+        parts["optimizer"] = training.optimizer
+    for name, part in training.state.items():
+        if name in RESERVED or name.startswith(HOOKS):
+            raise CheckpointError(f"state[{name!r}]: this name is reserved in checkpoints. Choose another one.")
+        parts[name] = part
+    for name, hook in training.hooks.items():
+        parts[f"{OPTIONAL if hook.state_is_optional else HOOKS}{name}"] = hook
+    for name, part in parts.items():
+        if not has_state(part):
+            raise CheckpointError(
+                f"{name!r} is {type_of(part)}, without state_dict() and load_state_dict(): add them, or leave it out."
+            )
+        if isinstance(part, torch.nn.Module):
+            reshard(part)
+    return parts
 
 
-class HasTrainingState(Protocol):
-    """What a saver is called with: a :class:`torchhooks.Session`."""
+def modules_of(training: TrainingState) -> list[torch.nn.Module]:
+    """Return the model and the modules in the loop's state, such as an average of the weights."""
+    return [each for each in (training.model, *training.state.values()) if isinstance(each, torch.nn.Module)]
 
-    @property
-    def training_state(self) -> TrainingState: ...
 
-    def wait_for_savers(self) -> None:
-        """Wait for what all savers of the session are writing on this rank."""
+def tensors_of(training: TrainingState) -> Iterator[torch.Tensor]:
+    """Yield the tensors of the modules and optimizers that are saved, for their sizes. One may come several times.
+
+    No object is asked for its state, which may take long, wait for a device or draw a random number.
+    """
+    gradients = {} if training.gradients is None else training.gradients.state_dict() or {}
+    found: list[Iterable[object]] = [gradients.values()]
+    for part in (training.model, training.optimizer, *training.state.values()):
+        optimizer = bare_optimizer(part)
+        if isinstance(part, torch.nn.Module):
+            found += part.parameters(), part.buffers()
+        elif isinstance(optimizer, torch.optim.Optimizer):
+            found += (state.values() for state in optimizer.state.values() if isinstance(state, dict))
+    for tensor in itertools.chain.from_iterable(found):
+        if isinstance(tensor, torch.Tensor) and has_plain_elements(tensor):
+            yield tensor
+
+
+def gradients_to_reduce(training: TrainingState) -> list[tuple[object, str]]:
+    """Return where FSDP2 keeps gradients of the optimizer that it has not reduced: objects and their attributes."""
+    return [] if training.gradients is None else unreduced_gradients(modules_of(training))
 
 
 def belongs_to_rank(name: str, part: object) -> bool:
