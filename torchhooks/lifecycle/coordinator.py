@@ -133,6 +133,7 @@ class Coordinator:
                     self.later_errors.append(error)
             callbacks = [] if self._stop_event.is_set() else list(self._callbacks)
             self._stop_event.set()
+        # Not with the lock held: a callback is code of a user, which may wait for a thread that needs the lock.
         for callback in callbacks:
             with self.stop_on_exception():
                 callback()
@@ -154,6 +155,8 @@ class Coordinator:
         """
         with self._lock:
             self._callbacks.append(callback)
+            # With the lock, under which _stop() copies the callbacks and sets the event: so exactly one of the two
+            # threads makes this call.
             stopped = self._stop_event.is_set()
         if stopped:
             callback()
@@ -185,6 +188,7 @@ class Coordinator:
 
     def wait_for_stop(self, timeout: float | None = None) -> bool:
         """Wait for a stop, for at most ``timeout`` seconds, and return whether one was requested."""
+        # For a longer wait, such as an infinite one, Python raises an OverflowError.
         return self._stop_event.wait(None if timeout is None else min(timeout, threading.TIMEOUT_MAX))
 
     def register_thread(self, thread: threading.Thread) -> None:
@@ -231,6 +235,8 @@ class Coordinator:
         with self._lock:
             self.joined = True
             self._threads.clear()
+            # With ``joined``, in one go: an error that a thread reports meanwhile is either raised below or, because it
+            # is late, in the thread itself.
             failed = self._error is not None
         if alive:
             names = ", ".join(repr(thread.name) for thread in alive)
@@ -312,6 +318,8 @@ class LooperThread(threading.Thread):
             )
         if target is not None and not callable(target):
             raise TypeError(f"LooperThread(target={target!r}): must be callable; pass its arguments in args and kwargs")
+        # A daemon, as in TensorFlow: a thread that does not end in the grace period must not keep the process from
+        # ending.
         super().__init__(target=target, daemon=True)  # Thread gets the target because its name becomes part of ours
         self._task = None if target is None else functools.partial(target, *(args or ()), **(kwargs or {}))
         self._coord = coord

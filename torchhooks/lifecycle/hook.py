@@ -690,4 +690,6 @@ def loop_folder(hook: SessionRunHook, checkpoint_dir: str | None) -> str:
 
 def overrides(hook: SessionRunHook, method: str) -> bool:
     """Return whether ``hook`` has its own ``method`` instead of the one of SessionRunHook, which does nothing."""
+    # Of the instance and not of its class: a function that was assigned to an attribute of the hook overrides the
+    # method too.
     return getattr(getattr(hook, method), "__func__", None) is not getattr(SessionRunHook, method)

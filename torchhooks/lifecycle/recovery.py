@@ -48,6 +48,7 @@ class Recovery:
 
     def covers(self, error: BaseException) -> bool:
         """Return whether ``error`` is of a kind to recover from."""
+        # StopIteration itself ends a loop cleanly, even if recoverable_errors is (Exception,).
         return isinstance(error, self._errors) and type(error) is not StopIteration
 
     def grant(self, error: BaseException) -> bool:

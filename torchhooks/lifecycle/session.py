@@ -130,6 +130,7 @@ class Session(TrainingState):
     @classmethod
     def of(cls, training: TrainingState) -> Self:
         """Return a new session of the loop that has ``training``: they share all that the loop keeps."""
+        # Not by the constructor, which makes the parts of a session without a loop.
         session = cls.__new__(cls)
         for part in fields(TrainingState):
             if part.init:

@@ -146,6 +146,7 @@ def check_signatures(named: Mapping[str, SessionRunHook]) -> None:
             if overrides(hook, method):
                 wanted = [*inspect.signature(getattr(SessionRunHook, method)).parameters]
                 try:
+                    # By position, as the loop passes them: a hook may give its parameters other names.
                     inspect.signature(getattr(hook, method)).bind(*wanted[1:])
                 except TypeError:
                     raise TypeError(

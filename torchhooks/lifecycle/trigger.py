@@ -119,6 +119,8 @@ class Trigger:
         number = run - self.uncounted_runs if self.counts_runs else step
         if self.is_forced:
             return number != timer.last_triggered_step()
+        # Of a collective hook, no rank asks its own clock: the ranks would come to different answers. force() stands
+        # for the chief's.
         return timer.triggers_at(number, -math.inf if self.is_collective else now)
 
     def force(self) -> None:
@@ -159,6 +161,8 @@ class Trigger:
         if self.timer is None:
             self.is_forced = False  # the hook was called, and has decided by itself
         elif self.is_forced:
+            # It has not fired since it was forced: there was no run yet, or one that has counted no step or failed. So
+            # the next run is due.
             self.run = -1
         self.moment = math.inf if moment is None else moment
         if self.is_collective:
@@ -185,6 +189,7 @@ class Trigger:
         """Return whether a signal has arrived since the last call."""
         has_signal = self.has_signal
         if has_signal:
+            # Cleared only if it was seen: a signal that arrives after the look above would otherwise be lost.
             self.has_signal = False
         return has_signal
 

@@ -63,6 +63,7 @@ class Body:
         try:
             self._runner.finish(run, outputs)
             state = self._training.loop_state
+            # Read only now that the run is counted, as in MonitoredLoop.run.
             if not state.pending:
                 state.phase = IDLE
                 return False

@@ -163,6 +163,7 @@ class Boundaries:
                 self._recoveries.leave_between_runs(error)
                 raise
         finally:
+            # If a run begins, the phase is that of the run, which leaves it at its own end.
             if not begins_run:
                 state.run_is_over()
 
@@ -171,12 +172,14 @@ class Boundaries:
         for check in [*checks]:
             if check():  # if it raises, it is made again, and so are those after it
                 checks.remove(check)
+        # The next run may be an idle one, whose end would not come here without this.
         if checks:
             self._training.loop_state.set_pending()
 
     def _take_values(self) -> None:
         readback = self._training.readback
         if readback.waiting:
+            # First, because a callback may raise. The values after it still need the end of a later run.
             self._training.loop_state.set_pending()
             readback.end_run()
 
@@ -246,6 +249,7 @@ class Boundaries:
 
     def _notice_stop(self) -> bool:
         state = self._training.loop_state
+        # ``pending`` stays set: at the end of a run there is more to do than here, and only that end clears it.
         if state.stop is None and state.pending:
             self._take_up()
             if self._rank_sync is not None:
@@ -342,6 +346,8 @@ class Boundaries:
         if point is Point.AT_SHOULD_STOP:
             if not is_in_loop:
                 return  # a stop outside of all loops has no place: what the hooks save, they save in end()
+            # Where the body asked is kept, because the warning depends on what follows there, and comes only if the
+            # body then leaves its item.
             self._told_to_stop_at = lines_of_script()
         elif self.has_parted and point is not Point.IN_ITEM:
             self.save_at_parting()  # with the calls that were just made, as on the rank that has left its loops

@@ -89,6 +89,8 @@ class CaughtErrors:
         kept = note if any(other is note for other in _notes(error)) else None
         is_of_step = not place.counts and not of_hook
         self._last = _Failure(brief(error), place, is_of_step, kept, had_cause)
+        # A script that does not catch the error ends with it. A warning that end() was not called would add nothing
+        # then.
         self._training.loop_state.note_open(False)
         self._training.loop_state.set_pending()  # the end of the next run, or of the item, calls look()
         return True

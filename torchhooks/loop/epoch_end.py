@@ -39,6 +39,7 @@ class EpochEnd:
         schedule = self._schedule
         self._training.accumulated.epoch_ended()  # first, so that a checkpoint from a call below says so
         due = schedule.due_at_end_of(ended)
+        # Before the calls: a rank that has left its loops sees by this that the other ranks make them, and joins.
         if self._rank_sync is not None:
             self._rank_sync.epoch_ends([slot.hook for slot in due])
         if due:
@@ -61,6 +62,7 @@ class EpochEnd:
             for slot in participants:
                 context.caller = slot
                 slot.catch_up(state.runs)
+                # Before before_run, in which a periodic hook looks whether it is due.
                 slot.trigger.end_epoch()
                 slot.hook.force_due()
                 request = slot.before_run(context)
@@ -85,6 +87,8 @@ class EpochEnd:
         except BaseException as error:
             note_hook(error, context.caller, method, state.global_step)
             raise
+        # Not in a finally: after an error, void_run() drops this context, together with a stop that was requested in
+        # it.
         state.end_with_hooks(enclosing)
         if state.stop_requests:
             state.stop_as_requested()

@@ -75,12 +75,17 @@ class Life:
         note_open_loop(loop, plan, training)  # first: it refuses a loop that has a hook of another one
         self._advice.say(GIVEN)  # before begin(), which such a hook may fail
         schedule.attach_triggers()  # before begin(), in which a hook may look at its trigger
+        # Before the other ranks are waited for and before any begin(), which may take long: a signal meanwhile does not
+        # end the process, and the first until_stop notices it.
         state.signals.install()
         if self._rank_sync is not None:
+            # A script may drop a loop without closing it. The other ranks are then told, and do not wait for this one
+            # for ever.
             weakref.finalize(loop, self._rank_sync.peers.abandon).atexit = False
             self._rank_sync.start(self._settings.step_unit, plan.folder, plan.checkpoint)
         self._begin_extensions()  # before the hooks, which may save, restore and wait for other ranks
         self._watching.callback(schedule.signals.close)
+        # All of them before the first begin(): the default action of SIGUSR1, for example, would end the process.
         for slot in schedule.all_hooks:
             schedule.signals.wait_for(slot.trigger.signals)
         for slot in schedule.all_hooks:
@@ -120,9 +125,13 @@ class Life:
         error = ending.error
         if state.phase is Phase.CLOSED:
             return
+        # While the loop is open: until all ranks have left their loops, this one may have to make calls of its hooks
+        # with them.
         if rank_sync is not None and (failure := rank_sync.close(error, self._boundaries)) is not None:
             self.close(Ending(failure))
             raise failure
+        # Before state.close(): if the script has caught the last error, this marks the loop as open once more. After
+        # it, the mark would stay, and the process would end with a warning of a loop that was never closed.
         self._recoveries.caught.look()
         if error is None and state.failure is not None:
             lost = "end() of the hooks is not called: the last save and the last reports are missing"
@@ -162,7 +171,10 @@ class Life:
         attempt(self._training.readback.drain)  # first: a callback may fail, after which end() is not called
         if self._training.loop_state.failure is None and not attempt.errors:
             attempt(sessions.finish, finished)  # first, so that each checkpoint from here on says so
+            # Before end(), in which the last checkpoint is saved: it contains what these calls do.
             self._boundaries.close(attempt)
+            # Before end() too: until the script has come to the loop of the checkpoint, nothing is saved. It will not
+            # come there any more. And before the advice, which then does not explain the missing runs in another way.
             self._data.check_end()
             self._advice.say(CLOSED)
             for slot in participants:
@@ -170,6 +182,7 @@ class Life:
                 attempt(sessions.end, slot)
         attempt(self._training.readback.close)  # after end(), which may ask for values
         sessions.session.close_savers(attempt)  # after end(), which may save
+        # After end(), as in TensorFlow: until then, a hook can count on its threads.
         attempt(sessions.join_threads)
         for extension in self._joined:  # before the teardown of a hook that copies what it writes
             attempt(called, extension, extension.finish, *self._outcome())

@@ -135,6 +135,8 @@ class MonitoredLoop(Generic[R]):
         try:
             self._life.start(self)
         except BaseException as error:
+            # The script gets no loop that it could close, so what has begun ends here. First the loop is marked as
+            # failed: close() alone would take a StopIteration for a clean end, and call end() of the hooks.
             self._training.loop_state.fail_to_begin(error)
             self._life.close(Ending(error))
             raise
@@ -144,7 +146,10 @@ class MonitoredLoop(Generic[R]):
         """Make what the loop consists of. Each part knows those above it."""
         plan, extensions = planned(settings)
         collective = attach_hooks(plan, settings.ranks, self._chief_only)  # first: a hook that saves names the folder
+        # If no hook overrides end(), nothing is missing when the script never closes the loop, and no line at exit is
+        # due.
         note_open = _note_open() if any(overrides(hook, "end") for hook in plan.all_hooks) else bool
+        # A lambda, because the boundaries are made below, and need the state that is made here.
         self._training = training = new_training_state(
             settings, plan, extensions, lambda: boundaries.end_epoch(), note_open
         )
@@ -187,6 +192,8 @@ class MonitoredLoop(Generic[R]):
             FeedError: a parameter was fed twice.
         """
         state = self._training.loop_state
+        # Both are compared: another thread that decides a stop sets ``stop`` only. The phase follows when this thread
+        # looks.
         if state.phase is not IDLE or state.stop is not None:
             self._data.refuse_run("run()")
         state.phase = RUNNING
@@ -210,6 +217,8 @@ class MonitoredLoop(Generic[R]):
                     self._runner.join_after_step(args, kwargs, outputs)
             else:
                 outputs = self._runner.run(args, kwargs)
+            # Read only now that the run is counted. The thread that talks to the other ranks sets it, then reads the
+            # number of runs, and relies on this order: see torchhooks.ranks.peers.
             if not state.pending:
                 state.phase = IDLE
                 return outputs
@@ -220,6 +229,8 @@ class MonitoredLoop(Generic[R]):
         else:
             self._boundaries.after_run()
             return outputs
+        # Not in the except clause: the error that is handled there keeps the frames of the failed run, and so what the
+        # step has made in them, in memory while the step is made again.
         outputs = self.run(*args, **kwargs)
         self._recoveries.policy.run_went_well()  # also in a function of run_step_fn: this run alone was made again
         return outputs
@@ -255,6 +266,8 @@ class MonitoredLoop(Generic[R]):
         if not callable(step_fn) or not takes_one_argument(step_fn):
             raise ValueError(f"step_fn={shown(step_fn)}: must be a function of exactly one argument, the step context")
         state, recoveries = self._training.loop_state, self._recoveries
+        # The one run that is allowed after a thread's stop can be a call of this method, however many runs the function
+        # makes. A stop that a thread asks for during the call leaves one more run for after it.
         allowed = state.last_run_allowed
         state.check_may_call("run_step_fn()")  # also after a stop the function is called, and only its runs are refused
         while True:
@@ -343,6 +356,7 @@ class MonitoredLoop(Generic[R]):
         repeat: bool,
         start: int | None = None,
     ) -> Generator[Any, None, None]:
+        # This method is no generator, so that a wrong argument is an error of the call, and not of the first item.
         if not hasattr(type(iterable), "__iter__") and not hasattr(type(iterable), "__getitem__"):
             epochs = f"; for {iterable} epochs, until_stop(range({iterable}))" if isinstance(iterable, int) else ""
             raise TypeError(
@@ -412,6 +426,8 @@ class MonitoredLoop(Generic[R]):
         """
         if self._training.loop_state.phase is RUNNING:
             raise LifecycleError("close() was called inside a run: to end the loop after it, call request_stop()")
+        # Without a ``with`` statement, no argument says whether the loop failed: close() in a ``finally`` is called in
+        # the same way after an error as at the end of the training run.
         error = self._caught.on_its_way()
         unraised = None if error is not None else self._data.unraised
         cause = unraised if error is None else error

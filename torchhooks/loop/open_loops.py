@@ -40,6 +40,8 @@ def follows_another(folder: str) -> bool:
 
 def is_of_a_loop(part: object) -> bool:
     """Return whether ``part`` is the optimizer of an open loop, or in its ``state``."""
+    # Without the lock: a step of any optimizer of the process can lead here, and must not wait for a loop that is
+    # created. A copy, because another thread may change the list meanwhile.
     return any(each.has_part(part) for each in tuple(_open))
 
 

@@ -204,6 +204,7 @@ class RankSync:
         if isinstance(iterable, Iterator) or has_state(iterable):
             self._warn_of_limit("an unknown number of items of data", UNKNOWN_LENGTH, least)
             return
+        # The item is taken for the warning alone: what the script draws after the loop has to be the same without it.
         before = random_states()
         with contextlib.suppress(Exception):  # the script has not asked for this item, nor for its error
             next(rest)
@@ -384,6 +385,7 @@ class RankSync:
 
     def _propose(self, stop: Stop) -> None:
         """Ask the other ranks to stop. Any thread may call this."""
+        # Another thread cannot say in which run it asks: the run that it sees may be over by the time of the request.
         is_in_run = self._training.loop_state.phase is RUNNING and threading.get_ident() == self._training_thread
         self.peers.ask_to_stop(
             stop.to_text(), (self.run_number or self._training.loop_state.runs) if is_in_run else None

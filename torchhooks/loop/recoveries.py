@@ -70,6 +70,8 @@ class Recoveries:
 
     def _watch_threads(self) -> None:
         coord = self._sessions.coord
+        # With the coordinator, by which a late stop of a session that was replaced is told from one of the present
+        # session.
         coord.on_stop(partial(self._thread_stopped, coord))
 
     # -- an error of a run --------------------------------------------------------------------------------------------
@@ -91,6 +93,7 @@ class Recoveries:
         # the run itself, which may be the same object.
         if self._training.loop_state.phase is not RUNNING and self.caught.left_between_runs(error):
             return False
+        # Before void_run(), which drops the context that says whether the run counts.
         cause, place = self._cause_of(error), self.caught.place(in_run=True)
         self._training.loop_state.void_run()
         self._schedule.void_run()
@@ -162,6 +165,7 @@ class Recoveries:
             return
         if not self._first_runs.are_over and not session.was_restored:
             state.begin_here()  # TensorFlow's START is that of a run that did not fail
+        # Before the other ranks are told: that waits for them, and may raise their error in place of this one.
         session.run_failed(error)
         if self._rank_sync is not None:
             self._rank_sync.run_failed(error, in_run=place.in_run)
@@ -217,6 +221,8 @@ class Recoveries:
     def _thread_stopped(self, coord: Coordinator) -> None:
         """Stop the loop because a background thread asked to, unless the loop may recover from the thread's error."""
         state, sessions, error = self._training.loop_state, self._sessions, coord.error
+        # The thread that asks calls this. When the loop closes, and when a recovery leaves a session, that is the loop
+        # itself, which stops the threads: it has set the phase, or replaced the coordinator, before.
         if state.phase is Phase.CLOSED or coord is not sessions.coord:
             return
         if error is not None and self.policy.covers(error):
@@ -238,6 +244,7 @@ class Recoveries:
             if not self._may_recover(error):
                 raise
             self._recover(error)
+            # No run was made, but a recovery of the first run is to be made at once, as if there had been none.
             self.policy.run_went_well()
 
     def _may_recover(self, error: BaseException) -> bool:
@@ -247,7 +254,10 @@ class Recoveries:
         """
         if not self.policy.covers(error):
             return False
+        # In this order: grant() counts the recovery, and the wait for the savers may be long. Both come after what
+        # forbids a recovery at once.
         why, stop = None, self._training.loop_state.stop
+        # The signal itself, and not only the stop: it becomes one at the next boundary, which is still to come.
         if self._training.loop_state.signal is not None:
             why = f"signal {self._training.loop_state.signal} arrived"
         elif stop is not None and stop.by is not StoppedBy.COORDINATOR:  # which the next session knows nothing of
@@ -270,11 +280,13 @@ class Recoveries:
         state = self._training.loop_state
         while True:
             try:
+                # First, while the session is there to which the callbacks that wait belong.
                 self._training.drain()
                 self._leave_session(error)
                 if run_failed:
                     self._training.position.run_is_made_again()
                 self.policy.pause(error, state.wait_for_signal)
+                # The signal has cut the pause short. The time until the kill is short too, so no session is created.
                 if state.signal is not None:
                     raise error
                 self._sessions.create(recovers=True)  # in this process the data continue where they are
@@ -298,9 +310,13 @@ class Recoveries:
         session, coord = sessions.session, sessions.coord
         self._training.agenda.clear()
         self._training.loop_state.forget_stop_of_session()
+        # Before the old threads are stopped: _thread_stopped() has to see that their coordinator is not the present
+        # one.
         sessions.renew()
         self._watch_threads()
         session.close()
+        # Before the next session is created, whose hooks start their threads again: two would do the same work at a
+        # time.
         sessions.join_threads(coord, handled=error)
         for later in coord.later_errors:
             if not self.policy.covers(later):

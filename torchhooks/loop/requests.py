@@ -59,6 +59,7 @@ class Recording:
                 from torch.profiler import profile
 
                 self._profile = stack.enter_context(profile(profile_memory=self._options.memory))
+            # Last: if the profiler cannot start, the stack removes the watch again, because stop() will not be called.
             self._started = stack.pop_all()
 
     def stop(self) -> None:

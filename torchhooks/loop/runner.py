@@ -78,6 +78,8 @@ class Runner:
             try:
                 outputs = function(*args, **{**kwargs, **recording.fed})
             except BaseException:
+                # Also after a Ctrl-C, which the script may catch: the model would keep what watches it, and the
+                # profiler would go on.
                 recording.stop()
                 raise
         self.finish(run, outputs)
@@ -105,9 +107,12 @@ class Runner:
         number = state.runs + 1
         if self.rank_sync is not None:
             self.rank_sync.begin_run(number)
+        # Before the hooks of this run are chosen: a signal handler only leaves a mark, and asks for the next run.
         if schedule.is_triggered_externally:
             schedule.take_triggers()
-        if training.agenda.epochs_ended is not None:  # that epoch was left by break
+        # That epoch was left by break. Its hooks come before this run chooses its own: they may set the global step,
+        # and say afterwards when they are next due.
+        if training.agenda.epochs_ended is not None:
             training.call_epoch_hooks()
         step = state.global_step  # after the hooks of that epoch, which may set it
         context = state.context = SessionRunContext(self._sessions.session, args, kwargs)
@@ -140,8 +145,11 @@ class Runner:
         except BaseException as error:
             self._note(error, context.caller, "before_run")
             raise
-        state.outputs = NO_OUTPUTS  # releases the last outputs before the step needs the memory
+        # Releases the last outputs before the step needs the memory, but after every before_run, which may evaluate
+        # them. Without outputs, the thread that talks to the other ranks takes the step for begun.
+        state.outputs = NO_OUTPUTS
         recording = self._start_recording(requests, args, kwargs) if records else None
+        # No line may come in between: only the caller can remove what the recording has added to the model.
         return context, requests, participants, recording
 
     def finish(
@@ -155,6 +163,8 @@ class Runner:
         state = self._training.loop_state
         state.outputs = outputs
         state.global_step = step = state.global_step + state.steps_per_run
+        # An idle run is compared once more: its step may have counted several steps, and another thread or a signal
+        # handler may have called interrupt() meanwhile.
         if run is not None:
             self._complete(run, outputs)
         elif step <= state.idle_step and not (state.checks_after and self._schedule.check_after(outputs, args, kwargs)):
@@ -208,6 +218,8 @@ class Runner:
             for slot in participants:
                 if slot.hook.needs_step:
                     slot.trigger.withdraw()
+        # Also without a request: of an idle run, check_after() adds the values that are accumulated, and of this run
+        # the evaluation does.
         if requests or self._training.accumulated.sources:
             values = self._evaluate(context, requests, outputs, recorded)
         else:
@@ -215,12 +227,16 @@ class Runner:
         planned = self._after_run(context, participants, values, no_results)
         state.context = None
         context.end()
+        # After every after_run, because until then the run can still fail. But before end_hooks_of_run(): while the run
+        # has its number, this rank promises no later run, so all ranks can stop in this one.
         if state.stop_requests:
-            state.stop_as_requested()  # after every after_run: until then, the run can still fail
+            state.stop_as_requested()
         if planned:
             schedule.plan(participants)
         if self.rank_sync is not None:
-            self.rank_sync.end_hooks_of_run()  # not after an error: see leave()
+            # Not in a finally: after an error, RankSync.run_failed() does it, and until then the run is in progress for
+            # the other ranks.
+            self.rank_sync.end_hooks_of_run()
 
     def _call_watchers(
         self,
@@ -289,6 +305,8 @@ class Runner:
         if step >= queue.step or number >= queue.run or queue.moment is not None:
             participants += [slot for slot in queue.choose(step, number) if slot not in participants]
             participants.sort(key=by_index)
+        # Before the calls: a checkpoint that an after_run saves contains the step of this run, so it has to count the
+        # run.
         state.runs = number
         planned = False
         try:
@@ -299,6 +317,7 @@ class Runner:
                 planned = planned or slot.says_when
                 after_run = slot.after_run  # CPython calls a local faster than an attribute
                 after_run(context, values.get(slot, no_results) if values else no_results)
+                # Only after the call: if a hook raises, this tells the hooks that know of the run from the others.
                 slot.seen = number
                 if state.global_step != step:  # the hooks after this one are due by the step that it set
                     step = state.global_step
@@ -306,6 +325,7 @@ class Runner:
         except BaseException as error:
             context.counts = True
             self._note(error, context.caller, "after_run")
+            # Before fail_at(), which moves ``seen`` on for the hooks that were not called.
             done = [slot for slot in participants if slot.seen == number]
             schedule.fail_at(context.caller)
             with suppress(Exception):  # one that fails now is asked again after its next run

@@ -278,6 +278,7 @@ class Schedule:
         # If a signal has come since the last run, its hooks are called at the start of the next one.
         is_idle = not before.always and not self.is_triggered_externally
         self._training.loop_state.expect(
+            # One less than what is due: an idle run is compared with the numbers before it, and ends one further on.
             step=min(before.step, after.step) - 1 if is_idle else -1,
             runs=min(before.run, after.run) - 1,
             moment=before.moment,
@@ -293,14 +294,19 @@ class Schedule:
     def start(self) -> None:
         """Ask every hook when it is due: a session was created."""
         for slot in self.run_hooks:
+            # Before plan(): what a hook counts of the runs that it missed before a recovery may decide when it is next
+            # due.
             slot.catch_up(self._training.loop_state.runs)
+        # Before plan(), which ends with the question whether values are accumulated in every run.
         self._training.accumulated.find_in(self.all_hooks)
+        # Read before plan(), which takes a hook without a timer for one that was called.
         forced = [slot.trigger for slot in self.run_hooks if slot.trigger.is_forced]
         self.plan(self.run_hooks)
         for trigger in forced:  # not called yet: the run for which it was forced failed, and a recovery makes it again
             trigger.force()
         if forced:
             self._update()
+        # Last, for the same reason. A signal may have come while the hooks began.
         if self.is_triggered_externally:
             self.take_triggers()
 

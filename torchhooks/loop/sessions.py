@@ -97,6 +97,8 @@ class Sessions:
         self.restored_from = None
         if restored is not None:
             path = self.restored_from = self._as_given(restored)
+            # A caller who names a checkpoint wants to train on from it, even if the script had left its loop by then.
+            # If the data had ended, until_stop finds out whether there are more now.
             if restored == self._chosen and self._training.position.why_finished not in (None, DATA_ENDED):
                 self._training.position.train_on()
             logger.info("restored step %d from %s", session.global_step, path)
@@ -108,6 +110,7 @@ class Sessions:
         for slot in self._schedule.all_hooks:
             slot.trigger.start_at(session.global_step)  # one by one: the hook before this one may have set the step
             self.call(slot, "after_create_session", slot.hook.after_create_session, session, self.coord)
+        # After every after_create_session, which may set the global step, or force a hook.
         self._schedule.start()
         for extension in self._extensions:
             called(extension, extension.start, session)
@@ -149,6 +152,8 @@ class Sessions:
         if self._order_before is None:
             self._order_before = checkpoints[-1].order if checkpoints else 0
             self._tell_of_later(checkpoints)
+        # By the order of writing and not by the step: from an earlier checkpoint, this loop comes to the same steps
+        # again.
         return [checkpoint.path for checkpoint in reversed(checkpoints) if checkpoint.order > self._order_before]
 
     def _tell_of_later(self, checkpoints: list[Checkpoint]) -> None:
@@ -218,8 +223,11 @@ class Sessions:
         coord = self.coord if coord is None else coord
         coord.request_stop()
         try:
+            # As in TensorFlow, a thread that does not stop is no error: a line names it, and the loop closes without
+            # it.
             coord.join(stop_grace_period_secs=self._settings.stop_grace_period_secs, ignore_live_threads=True)
         except BaseException as error:
+            # An error that no thread has reported is, for example, a Ctrl-C during the wait.
             if error is not coord.error or error is self.fatal or not self._recovery.covers(error):
                 raise
             if error is not handled:

@@ -89,6 +89,8 @@ class DataLoops:
                                 state.check_not_ended("until_stop()")  # to end without a word would hide it
                             break
             finally:
+                # Here also after a break, which closes the generator. Python drops what is raised then, so these calls
+                # reach no hook.
                 training.data_waits.leave()
                 boundaries.close_loop(cursor)
             # Not after a break, at which Python closes the generator: then the next call to the loop, or its close,
@@ -107,7 +109,9 @@ class DataLoops:
         self._boundaries.end_epoch()
         self._stop_if_finished()
         is_between_runs = state.phase is IDLE and state.stop is None
-        if self._rank_sync is not None and is_between_runs:  # inside a run, not all ranks iterate
+        # Inside of a run, not all ranks iterate. Before notice_stop(), because the ranks may decide on a stop where
+        # they meet.
+        if self._rank_sync is not None and is_between_runs:
             limit = self._rank_sync.enter(iterable, limit, self._training.position.depth + 1)
         if self._boundaries.notice_stop():  # before iter(), which may draw random numbers
             self._boundaries.stop_at(Point.BEFORE_LOOP)
@@ -127,6 +131,7 @@ class DataLoops:
             rest = self._resume(cursor, iterable, resume)
             iterator = rest if cursor.limit is None else islice(rest, max(cursor.limit - cursor.taken, 0))
             self._stop_if_data_had_ended(cursor)
+            # Before the first item too: to skip the items that are done may take minutes, in which a signal may arrive.
             self._boundaries.end_item(cursor)
             if self._training.loop_state.stop is not None:
                 return
@@ -161,6 +166,7 @@ class DataLoops:
         if self._rank_sync is not None and cursor.is_in_position:
             self._rank_sync.data_ended(cursor.depth)
         if cursor.is_in_position and not self._training.loop_state.runs:
+            # Before end(), which lets go of the data that the message names.
             self._training.position.note_no_run(cursor)
         cursor.end()
         if cursor.depth == 1:
@@ -277,6 +283,8 @@ class DataLoops:
     def repeated(self, iterable: Iterable[T], resume: bool, start: int | None = None) -> Generator[Any, None, None]:
         """Yield the items of ``iterable`` again and again until the loop stops: each pass is an epoch."""
         is_first = True  # an earlier process may have been done with that pass, which then yields nothing
+        # A range, which a resumed process continues at its item, and no iterator such as itertools.count(), which it
+        # could not. This is the longest range that len() accepts.
         for _ in self.until_stop(range(sys.maxsize), resume, None):
             is_empty = True
             for item in self.until_stop(iterable, resume, None, start):

@@ -138,6 +138,8 @@ class SignalWatch:
         if threading.current_thread() is not threading.main_thread():
             return  # Python does not allow it there
         for number, old in self._old.items():
+            # Loops may be closed in any order. If a newer watch has this one for its old handler, it gets that of this
+            # one.
             above, watch = None, _owner(signal.getsignal(number))
             while watch is not None and watch is not self:
                 above, watch = watch, _owner(watch._old.get(number))  # noqa: SLF001 - its own class
@@ -190,6 +192,7 @@ class SignalWatch:
         if callable(old):
             old(number, frame)
         elif old == signal.SIG_DFL:
+            # Python cannot call the default action. It can install it, and send the signal once more.
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
 
@@ -220,6 +223,7 @@ class HookSignals:
                     "another signal"
                 )
             if name not in self._watches:
+                # Kept before it is installed, so that close() removes it even after an interrupt between the two lines.
                 self._watches[name] = _HookSignalWatch(name, self._arrive)
                 self._watches[name].install()
 

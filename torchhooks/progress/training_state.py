@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from torchhooks.ranks.ranks import LoopRanks
 
 
+# With eq, a dataclass would compare its fields, here models and tensors, and have no hash.
 @dataclass(kw_only=True, eq=False, repr=False, slots=True, weakref_slot=True)
 class TrainingState:
     """What is trained, how far it is, and what the parts of its loop share.
