@@ -19,7 +19,7 @@ from support.paths import ROOT
 from support.processes import run_program
 
 import torchhooks
-from torchhooks import hooks, loop
+from torchhooks import checkpoints, data, hooks, loop
 from torchhooks.progress.loop_state import LoopState
 from torchhooks.progress.training_state import TrainingState
 
@@ -157,7 +157,11 @@ def test_an_import_takes_at_most_a_twentieth_of_the_time_that_torch_takes(tmp_pa
     assert any(share <= IMPORT_BUDGET for share in shares)
 
 
-@pytest.mark.parametrize(("package", "most"), [(hooks, 33), (loop, 18)], ids=["a hook", "what is between two runs"])
+@pytest.mark.parametrize(
+    ("package", "most"),
+    [(hooks, 25), (loop, 18), (checkpoints, 20), (data, 25)],
+    ids=["a hook", "what is between two runs", "a save", "a resume"],
+)
 def test_what_to_know_before_a_change_is_one_list_of_a_few_facts(package: types.ModuleType, most: int) -> None:
     numbers = [int(number) for number in re.findall(r"^(\d+)\. ", package.__doc__ or "", re.MULTILINE)]
     assert numbers == [*range(1, len(numbers) + 1)]

@@ -113,7 +113,11 @@ class Extension:
         return plan
 
     def begin(self, training: TrainingState, settings: LoopSettings) -> None:
-        """Called before the hooks' ``begin``, when the other ranks were reached. Open files, start threads."""
+        """Called before the hooks' ``begin``, when the other ranks were reached. Open files, start threads.
+
+        ``training`` is what the loop shares with all of its sessions: the step, the position in the data, the folders,
+        the ranks. ``settings`` are the arguments of the loop, checked, by the same names.
+        """
 
     def start(self, session: Session) -> None:
         """Called for every new session, after the hooks' ``after_create_session``; again after a recovery."""
