@@ -35,6 +35,7 @@ from torchhooks import (
 )
 from torchhooks.common.timers import Due
 from torchhooks.lifecycle.trigger import Trigger
+from torchhooks.progress.loop_state import LoopState
 
 MODEL = torch.nn.Linear(1, 1)
 
@@ -245,6 +246,31 @@ def test_a_request_to_one_rank_makes_the_hook_due_on_all_ranks_in_the_same_run(
     assert len(first) == 1
     assert first[0] >= 20
     assert others == [first, first]
+
+
+def test_a_signal_that_arrives_while_the_hooks_of_an_epoch_say_when_they_are_due_is_taken_in_the_next_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[int] = []
+    epochs: list[int] = []
+    hooks = [
+        CallFnHook(lambda epoch: epochs.append(epoch), every_n_epochs=1),
+        CallFnHook(lambda global_step: calls.append(global_step), timer=OnSignal("SIGUSR1")),
+    ]
+
+    def expect(state: LoopState, **numbers: Any) -> None:
+        if epochs == [0]:
+            epochs.clear()
+            signal.raise_signal(signal.SIGUSR1)
+        expect_as_before(state, **numbers)
+
+    expect_as_before = LoopState.expect
+    monkeypatch.setattr(LoopState, "expect", expect)
+    with MonitoredLoop(lambda: None, hooks=hooks) as loop:
+        for _ in loop.until_stop(range(2)):
+            for _ in loop.until_stop(range(3)):
+                loop.run()
+    assert calls == [4]
 
 
 def rank_main(rank: int) -> list[int]:

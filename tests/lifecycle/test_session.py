@@ -372,6 +372,16 @@ def test_a_recovery_makes_another_session_with_the_same_savers(tmp_path: Path) -
         assert loop.session.savers == savers
 
 
+def test_the_folder_of_the_checkpoints_is_an_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Saves(SessionRunHook):
+        saves_checkpoints = True
+        checkpoint_dir = "out"
+
+    monkeypatch.chdir(tmp_path)
+    with MonitoredLoop(half, hooks=[Saves()], checkpoint_dir="run") as loop:
+        assert (loop.session.saved_to, loop.session.checkpoint_dir) == (str(tmp_path / "out"), str(tmp_path / "run"))
+
+
 def test_a_session_without_a_loop_restores_no_position_and_saves_none(tmp_path: Path) -> None:
     with MonitoredLoop(half, hooks=[CheckpointSaverHook(tmp_path, save_steps=1)]) as loop:
         for _ in loop.until_stop(range(2)):

@@ -30,7 +30,7 @@ What it is called with:
 
 What it has to tell:
 
-18. A state is kept with ``state_dict``, under ``name``, which means nothing else. The hook has to precede the saver.
+18. A state is kept with ``state_dict``, under ``name``, an attribute for nothing else. The saver has to come later.
 19. ``session.guard_checkpoints`` takes what can refuse a checkpoint, in the background without waiting for the device.
 20. ``why_finished`` is asked of a restored session. After one that ``was_finished``, ``end`` reports nothing twice.
 21. ``end`` leaves out what belongs to the end of the training run if a signal has stopped it (``stopped_by_signal``).

@@ -197,13 +197,14 @@ class Boundaries:
 
     def _end_item(self, cursor: Cursor) -> list[object]:
         """Make the calls that wait for the end of the item; return who has nothing left to do at a stop in it."""
+        state = self._training.loop_state
         cursor.item_done()  # first: a checkpoint that one of the calls saves contains the item
         agenda, saved = self._training.agenda, list[object]()
-        if not (agenda.item_calls and cursor.is_in_position and self._training.loop_state.is_between_runs):
+        if not (agenda.item_calls and cursor.is_in_position and state.is_between_runs):
             return saved
         # At the end of an inner loop, the code after it still belongs to the item of the outer one. Not at a stop,
         # which leaves no outer item to wait for.
-        if self._training.loop_state.stop is None and cursor.depth > 1 and cursor.ends_with_item:
+        if state.stop is None and cursor.depth > 1 and cursor.ends_with_item:
             agenda.postpone(agenda.depth())
         if due := agenda.due_at(agenda.depth()):
             self._make(partial(agenda.make_item_calls, due, saved))
@@ -231,15 +232,14 @@ class Boundaries:
 
         An ``error`` out of iterating over the data does not stop it, unless it may be due to a signal.
         """
+        state = self._training.loop_state
         if error is not None:
-            if not self._training.loop_state.is_due_to_signal(error):
+            if not state.is_due_to_signal(error):
                 return False
             logger.warning(
-                "the data raised an error after signal %s, which stops the loop",
-                self._training.loop_state.signal,
-                exc_info=error,
+                "the data raised an error after signal %s, which stops the loop", state.signal, exc_info=error
             )
-            self._training.loop_state.set_pending()
+            state.set_pending()
         try:
             return self._notice_stop()
         except StopIteration as clean:  # out of a hook, while recovering from a thread's error
@@ -263,10 +263,9 @@ class Boundaries:
 
     def _run_is_over(self) -> None:
         """Leave the run, which went well: the next error begins a new series of recoveries, also one of a thread."""
-        self._training.loop_state.run_is_over()
-        if (
-            not self._training.loop_state.in_step_fn
-        ):  # which is called again as a whole, so it has to succeed as a whole
+        state = self._training.loop_state
+        state.run_is_over()
+        if not state.in_step_fn:  # which is called again as a whole, so it has to succeed as a whole
             self._recoveries.policy.run_went_well()
 
     def _recover_from_thread(self) -> None:

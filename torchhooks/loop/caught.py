@@ -78,6 +78,7 @@ class CaughtErrors:
             of_function: whether it comes out of a function of ``run_step_fn``.
             had_cause: whether a background thread had failed before.
         """
+        state = self._training.loop_state
         if of_function and self._is_last(error):
             return False
         self._last_was_caught()
@@ -91,8 +92,8 @@ class CaughtErrors:
         self._last = _Failure(brief(error), place, is_of_step, kept, had_cause)
         # A script that does not catch the error ends with it. A warning that end() was not called would add nothing
         # then.
-        self._training.loop_state.note_open(False)
-        self._training.loop_state.set_pending()  # the end of the next run, or of the item, calls look()
+        state.note_open(False)
+        state.set_pending()  # the end of the next run, or of the item, calls look()
         return True
 
     def recovered(self, error: BaseException) -> None:
@@ -140,11 +141,12 @@ class CaughtErrors:
         return any(note is last.note for note in _notes(error))
 
     def _last_was_caught(self) -> None:
+        state = self._training.loop_state
         failure, self._last = self._last, None
-        if failure is None or self._training.loop_state.failure is not None:
+        if failure is None or state.failure is not None:
             return  # that of a loop that has failed is raised again by the next call
         self.count += 1
-        self._training.loop_state.note_open(True)
+        state.note_open(True)
         if self.count == 1:
             counts = "counts" if failure.place.counts else "does not count"
             logger.warning(

@@ -167,9 +167,10 @@ class Life:
 
     def _end_everything(self, finished: str | None) -> None:
         """Close every component, even if some fail, and collect the errors."""
+        state = self._training.loop_state
         sessions, participants, attempt = self._sessions, self._schedule.all_hooks, self._attempt
         attempt(self._training.readback.drain)  # first: a callback may fail, after which end() is not called
-        if self._training.loop_state.failure is None and not attempt.errors:
+        if state.failure is None and not attempt.errors:
             attempt(sessions.finish, finished)  # first, so that each checkpoint from here on says so
             # Before end(), in which the last checkpoint is saved: it contains what these calls do.
             self._boundaries.close(attempt)
@@ -178,7 +179,7 @@ class Life:
             self._data.check_end()
             self._advice.say(CLOSED)
             for slot in participants:
-                attempt(sessions.call, slot, "sat_out", slot.catch_up, self._training.loop_state.runs)
+                attempt(sessions.call, slot, "sat_out", slot.catch_up, state.runs)
                 attempt(sessions.end, slot)
         attempt(self._training.readback.close)  # after end(), which may ask for values
         sessions.session.close_savers(attempt)  # after end(), which may save
@@ -198,11 +199,12 @@ class Life:
 
     def _close_watching(self, error: BaseException | None) -> int:
         """Close what watches the loop, and deliver the signals. Return how many errors of the close were logged."""
+        state = self._training.loop_state
         try:
             self._watching.close()
         finally:
-            logged = self._training.loop_state.log_before_delivery(error, self._attempt.errors)
-            self._attempt(self._training.loop_state.signals.restore)  # may end the process
+            logged = state.log_before_delivery(error, self._attempt.errors)
+            self._attempt(state.signals.restore)  # may end the process
         return logged
 
     def _outcome(self) -> tuple[str, bool]:
@@ -214,13 +216,9 @@ class Life:
 
     def _log_stop(self) -> None:
         """Log which signal stopped the loop, and from where another process continues."""
+        state = self._training.loop_state
         saved = self._sessions.session.saved_step
         what = "no checkpoint was saved" if saved is None else f"the newest checkpoint is that of step {saved}"
         if self._attempt.errors:  # perhaps of the save of that checkpoint
             what = "there were errors while the loop was closed"
-        logger.info(
-            "stopped by %s at step %d: %s",
-            self._training.loop_state.reason,
-            self._training.loop_state.global_step,
-            what,
-        )
+        logger.info("stopped by %s at step %d: %s", state.reason, state.global_step, what)

@@ -146,9 +146,7 @@ class MonitoredLoop(Generic[R]):
         """Make what the loop consists of. Each part knows those above it."""
         plan, extensions = planned(settings)
         collective = attach_hooks(plan, settings.ranks, self._chief_only)  # first: a hook that saves names the folder
-        # If no hook overrides end(), nothing is missing when the script never closes the loop, and no line at exit is
-        # due.
-        note_open = _note_open() if any(overrides(hook, "end") for hook in plan.all_hooks) else bool
+        note_open = _note_open() if any(overrides(hook, "end") for hook in plan.all_hooks) else _note_nothing
         # A lambda, because the boundaries are made below, and need the state that is made here.
         self._training = training = new_training_state(
             settings, plan, extensions, lambda: boundaries.end_epoch(), note_open
@@ -496,6 +494,10 @@ def _warn_of_stop_iteration(error: BaseException) -> None:
         "until_stop, which starts over with repeat=True",
         where,
     )
+
+
+def _note_nothing(is_open: bool) -> None:
+    """Do nothing: no hook has an ``end`` that could be missed."""
 
 
 _open: set[object] = set()  # one mark for each loop that has not ended, which keeps nothing of the loop alive

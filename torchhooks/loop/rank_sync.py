@@ -272,17 +272,18 @@ class RankSync:
 
         Until all of them have left it, this one makes the ``calls`` that the others may make.
         """
+        state = self._training.loop_state
         if not self.peers.is_connected:
             return None
         clean = error is None or type(error) is StopIteration
-        failure = self._training.loop_state.failure if clean else error
+        failure = state.failure if clean else error
         try:
             if failure is not None:
-                self._tell_failure(failure, self._training.loop_state.runs, in_run=False)
+                self._tell_failure(failure, state.runs, in_run=False)
                 if clean and failure.__traceback__ is None:  # it was never raised: the script has caught its cause
                     return failure
             elif not self.peers.has_stopped:
-                reason = brief(error) if error is not None else self._training.loop_state.reason or "closed"
+                reason = brief(error) if error is not None else state.reason or "closed"
                 self.peers.is_leaving(self._how_left(error))
                 self._meet_to_leave(Stop(reason, StoppedBy.END).to_text(), calls, by_error=error is not None)
         except BaseException as another:  # such as KeyboardInterrupt: the loop has to be closed in any case
@@ -291,9 +292,10 @@ class RankSync:
 
     def _how_left(self, error: BaseException | None) -> str:
         """Return how the script has left the loop, if it was not by leaving an ``until_stop``."""
-        after = f"after run {self._training.loop_state.runs}"
+        state = self._training.loop_state
+        after = f"after run {state.runs}"
         how = "closed its loop" if error is None else f"ended its loop by {brief(error)}"
-        if error is None and self._training.loop_state.data_have_ended:
+        if error is None and state.data_have_ended:
             how = f"{WHERE[END]}, and closed its loop,"
         return f"{how} {after}, {lines_of_script()[0]}"
 
@@ -385,11 +387,10 @@ class RankSync:
 
     def _propose(self, stop: Stop) -> None:
         """Ask the other ranks to stop. Any thread may call this."""
+        state = self._training.loop_state
         # Another thread cannot say in which run it asks: the run that it sees may be over by the time of the request.
-        is_in_run = self._training.loop_state.phase is RUNNING and threading.get_ident() == self._training_thread
-        self.peers.ask_to_stop(
-            stop.to_text(), (self.run_number or self._training.loop_state.runs) if is_in_run else None
-        )
+        is_in_run = state.phase is RUNNING and threading.get_ident() == self._training_thread
+        self.peers.ask_to_stop(stop.to_text(), (self.run_number or state.runs) if is_in_run else None)
 
     def _progress(self) -> TrainingProgress:
         """Return how far the loop is. Any thread may call this: the training thread writes without a lock."""
@@ -415,9 +416,10 @@ class RankSync:
 
         On the chief, these are the hooks that are due by the clock; on all ranks, those that a signal triggers.
         """
+        state = self._training.loop_state
         bits, why = 0, ""
-        if self._training.loop_state.signal is not None:
-            bits, why = STOP, Stop(f"signal {self._training.loop_state.signal}", StoppedBy.SIGNAL).to_text()
+        if state.signal is not None:
+            bits, why = STOP, Stop(f"signal {state.signal}", StoppedBy.SIGNAL).to_text()
         now = time.monotonic()  # one look for all, so that hooks that share a timer in seconds are due together
         for number, slot in enumerate(self._schedule.collective):
             is_moment = self._training.ranks.is_chief and slot.trigger.take_moment(now)

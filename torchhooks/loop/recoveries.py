@@ -89,15 +89,16 @@ class Recoveries:
             BaseException: what ``error`` is the consequence of: an error of a background thread, or of another rank. Or
                 else a recovery failed.
         """
+        state = self._training.loop_state
         # Of a hook of an epoch that was left by break, called where this run began. The phase tells it from an error of
         # the run itself, which may be the same object.
-        if self._training.loop_state.phase is not RUNNING and self.caught.left_between_runs(error):
+        if state.phase is not RUNNING and self.caught.left_between_runs(error):
             return False
         # Before void_run(), which drops the context that says whether the run counts.
         cause, place = self._cause_of(error), self.caught.place(in_run=True)
-        self._training.loop_state.void_run()
+        state.void_run()
         self._schedule.void_run()
-        is_of_function = self._is_run_of_step_fn or (self._training.loop_state.in_step_fn and not made_again)
+        is_of_function = self._is_run_of_step_fn or (state.in_step_fn and not made_again)
         try:
             may_recover = not is_of_function and self._may_recover(cause)
         except BaseException as another:  # of a save in the background
@@ -112,7 +113,7 @@ class Recoveries:
             self._failed(another)
             raise
         self.caught.recovered(error)
-        self._training.loop_state.run_is_over()
+        state.run_is_over()
         return True
 
     def call_step_fn(self, step_fn: Callable[[Any], T], context: object) -> T:
@@ -207,10 +208,11 @@ class Recoveries:
 
         If the loop does not recover from it, it stops, as after any other error of a thread.
         """
-        self._training.loop_state.set_pending()  # the end of the next run ends the series of recoveries
+        state = self._training.loop_state
+        state.set_pending()  # the end of the next run ends the series of recoveries
         if not self._may_recover(error):
             self._sessions.stop_for(error)
-            self._training.loop_state.propose_stop(f"a thread failed with {brief(error)}", StoppedBy.COORDINATOR)
+            state.propose_stop(f"a thread failed with {brief(error)}", StoppedBy.COORDINATOR)
             return
         try:
             self._recover(error)
@@ -252,14 +254,15 @@ class Recoveries:
 
         If it is one of ``recoverable_errors`` and the loop does not recover, a note on the error says why.
         """
+        state = self._training.loop_state
         if not self.policy.covers(error):
             return False
         # In this order: grant() counts the recovery, and the wait for the savers may be long. Both come after what
         # forbids a recovery at once.
-        why, stop = None, self._training.loop_state.stop
+        why, stop = None, state.stop
         # The signal itself, and not only the stop: it becomes one at the next boundary, which is still to come.
-        if self._training.loop_state.signal is not None:
-            why = f"signal {self._training.loop_state.signal} arrived"
+        if state.signal is not None:
+            why = f"signal {state.signal} arrived"
         elif stop is not None and stop.by is not StoppedBy.COORDINATOR:  # which the next session knows nothing of
             why = f"the loop stops ({stop.reason})"
         elif not self.policy.grant(error):
@@ -324,7 +327,8 @@ class Recoveries:
 
     def _failed(self, error: BaseException) -> None:
         """End the loop, which has no session any more, so that the script cannot go on after ``error``."""
+        state = self._training.loop_state
         if type(error) is StopIteration:
-            self._training.loop_state.end_cleanly(error)
+            state.end_cleanly(error)
         else:
-            self._training.loop_state.fail(error)
+            state.fail(error)

@@ -268,6 +268,7 @@ class Schedule:
 
     def _update(self) -> None:
         """Find the earliest step, run and moment at which a hook is due, before the step or after it."""
+        state = self._training.loop_state
         before, after = self.before, self.after
         before.update()
         after.update(-1 if after.always else _FAST_INT)  # such a hook is due after every step
@@ -275,15 +276,16 @@ class Schedule:
         self.watchers = sorted(before.watchers + after.watchers, key=by_index)
         self.accumulates = bool(self._training.accumulated.sources)
         """Whether values are accumulated in every run."""
-        # If a signal has come since the last run, its hooks are called at the start of the next one.
-        is_idle = not before.always and not self.is_triggered_externally
-        self._training.loop_state.expect(
+        state.expect(
+            step=-1 if before.always else min(before.step, after.step) - 1,
             # One less than what is due: an idle run is compared with the numbers before it, and ends one further on.
-            step=min(before.step, after.step) - 1 if is_idle else -1,
             runs=min(before.run, after.run) - 1,
             moment=before.moment,
             checks_after=bool(self.watchers) or after.moment is not None or self.accumulates,
         )
+        # Last, because a signal may have come while the lines above were carried out: the next run takes it.
+        if self.is_triggered_externally:
+            state.interrupt()
 
     def attach_triggers(self) -> None:
         """Give the hooks their triggers in this loop. Not earlier: the loop is refused if another one has a hook."""

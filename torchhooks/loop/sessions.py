@@ -253,6 +253,7 @@ def new_training_state(
     loop_state = LoopState(settings.signals, settings.step.function, int(plan.counts_runs), note_open)
     saver = Saver() if settings.scaffold.saver is None else settings.scaffold.saver
     position = DataPosition(loop_state, settings.state)
+    saved_to = next(filter(None, map(attrgetter("checkpoint_dir"), plan.savers)), None)
     return TrainingState(
         model=settings.model,
         optimizer=settings.optimizer,
@@ -262,7 +263,7 @@ def new_training_state(
         metadata=settings.metadata,
         # A script may change the current directory while it trains.
         checkpoint_dir=None if plan.folder is None else os.path.abspath(plan.folder),
-        saved_to=next(filter(None, map(attrgetter("checkpoint_dir"), plan.savers)), None),
+        saved_to=None if saved_to is None else os.path.abspath(saved_to),
         ranks=settings.ranks,
         loop_state=loop_state,
         position=position,

@@ -156,30 +156,33 @@ class DataLoops:
 
     def _end_because_of(self, error: StopIteration) -> None:
         """End the loop because of ``error``, which no generator can raise; one of a subclass is raised at its close."""
+        state = self._training.loop_state
         if type(error) is StopIteration:
-            self._training.loop_state.end_cleanly(error)
+            state.end_cleanly(error)
         else:
             self.unraised = error
-            self._training.loop_state.fail(error)
+            state.fail(error)
 
     def _data_ended(self, cursor: Cursor, iterable: object) -> None:
+        state = self._training.loop_state
         if self._rank_sync is not None and cursor.is_in_position:
             self._rank_sync.data_ended(cursor.depth)
-        if cursor.is_in_position and not self._training.loop_state.runs:
+        if cursor.is_in_position and not state.runs:
             # Before end(), which lets go of the data that the message names.
             self._training.position.note_no_run(cursor)
         cursor.end()
         if cursor.depth == 1:
-            self._training.loop_state.data_ended()
+            state.data_ended()
         self._training.position.data_ended(cursor)
 
     def _stop_if_finished(self) -> None:
         """Stop before the first run if the restored training run is finished, by its checkpoint or by a hook."""
-        if self._asked_if_finished or self._training.loop_state.phase is not IDLE:
+        state = self._training.loop_state
+        if self._asked_if_finished or state.phase is not IDLE:
             return
         self._asked_if_finished = True
         session = self._sessions.session
-        if self._training.loop_state.runs or not session.was_restored:
+        if state.runs or not session.was_restored:
             return
         why = self._training.position.why_finished
         if why is not None and (why != DATA_ENDED or not self._training.position.has_place):
@@ -190,7 +193,7 @@ class DataLoops:
         # Decided here by all ranks, and not proposed: a stop that is proposed may let one more run be made.
         rows = session.ranks.gather([row for row in found if row[2] is not None], "whether the run is finished")
         for hook, name, reason in [row for rows_of_rank in rows for row in rows_of_rank][:1]:
-            self._training.loop_state.decide(Stop(f"{name}: {reason}", StoppedBy.HOOK))
+            state.decide(Stop(f"{name}: {reason}", StoppedBy.HOOK))
             if session.ranks.is_chief:
                 logger.warning(
                     "%s: this training run is finished, so until_stop yields nothing, and no run is made. To train on, "
@@ -211,8 +214,9 @@ class DataLoops:
 
     def _stop_as_finished(self, why: str) -> None:
         """Stop, because the restored checkpoint is from the end of the training run."""
+        state = self._training.loop_state
         # Decided here by all ranks, and not proposed: a stop that is proposed may let one more run be made.
-        self._training.loop_state.decide(Stop(why, StoppedBy.END))
+        state.decide(Stop(why, StoppedBy.END))
         if self._sessions.session.ranks.is_chief:
             named = f"name its checkpoint, checkpoint_dir={self._sessions.restored_from!r}"
             more = "give it more data than before, such as a longer range, or use until_stop(..., resume=False)"
@@ -220,12 +224,7 @@ class DataLoops:
             next_epoch = _ONE_LOOP if folder is not None and follows_another(folder) else ""
             logger.warning(
                 _FINISHED,
-                *(
-                    "the data ended" if ended else why,
-                    self._training.loop_state.global_step,
-                    more if ended else named,
-                    next_epoch,
-                ),
+                *("the data ended" if ended else why, state.global_step, more if ended else named, next_epoch),
             )
 
     def decide_finish(self, leaves_with_block: bool) -> str | None:
@@ -260,11 +259,8 @@ class DataLoops:
 
         Code after the loops, such as a validation, would run with a part of an epoch.
         """
-        if (
-            self.is_in_with_block
-            and self._training.loop_state.by_signal
-            and self._training.loop_state.phase is Phase.STOPPING
-        ):
+        state = self._training.loop_state
+        if self.is_in_with_block and state.by_signal and state.phase is Phase.STOPPING:
             raise LeftBySignalError
 
     def refuse_run(self, call: str) -> None:

@@ -303,7 +303,7 @@ class Operations(TorchDispatchMode):
                 self._read.append(self._origin_among([number], [], False) or self._was_there(None, number))
             return
         if kind.written:
-            # Not what it returns: the operators behind torch._foreach_add_() and the like, which optimizers call,
+            # Not what it returns: the operators of torch._foreach_add_() and the like, which optimizers call,
             # return nothing.
             written = [args[place] if place < len(args) else kwargs.get(name) for place, name in kind.written]
             results = [part_of(each) for each in tensors_in(written[0] if len(written) == 1 else written)]

@@ -162,8 +162,9 @@ class Watch:
 
     def _note_runs(self) -> None:
         """Note when a run was last seen to be completed. The thread that writes the record calls this too."""
-        if self._training.loop_state.runs != self._runs:
-            self._runs, self._run_time = self._training.loop_state.runs, time.time()
+        state = self._training.loop_state
+        if state.runs != self._runs:
+            self._runs, self._run_time = state.runs, time.time()
 
     @property
     def _items(self) -> int:
